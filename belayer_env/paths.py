@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["criu_prefix", "data_dir", "default_store", "store_image", "test_image"]
+__all__ = ["busybox_image", "criu_prefix", "data_dir", "default_store", "images_dir", "store_image", "test_image"]
 
 
 def data_dir() -> Path:
@@ -30,7 +30,17 @@ def store_image() -> Path:
 
 def test_image() -> Path:
     """Root file system of the small image that the demo, the tests and the benches run on."""
-    return data_dir() / "images" / "test" / "rootfs"
+    return images_dir() / "test" / "rootfs"
+
+
+def busybox_image() -> Path:
+    """Root file system with nothing but busybox in it: a POSIX sh and no bash, for the tests."""
+    return images_dir() / "busybox" / "rootfs"
+
+
+def images_dir() -> Path:
+    """Root file systems by digest, beside the ones that `belayer setup` makes."""
+    return data_dir() / "images"
 
 
 def _xdg(variable: str, fallback: str) -> Path:

@@ -1,0 +1,1 @@
+"""Facts about the host, and what `belayer setup` makes on it."""
