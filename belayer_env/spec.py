@@ -116,8 +116,8 @@ class SandboxSpec:
 class Task:
     """What an agent is to do, and in what container.
 
-    ``setup`` commands run once after every fresh start, in the sandbox's shell, before the agent's first step;
-    one that fails ends reset() with TaskSetupFailed. ``instruction`` is reset()'s observation.
+    ``setup`` commands run once after every fresh start, in the sandbox's shell, before the agent's first
+    step; one that fails ends reset() with TaskSetupFailed. ``instruction`` is reset()'s observation.
     ``reward``: see `Reward`; None means 0.0 and never terminated."""
 
     image: str
@@ -144,7 +144,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """Identity of everything that shapes the sandbox; a checkpoint is only restored under its own task."""
+        """Identity of all that shapes the sandbox; a checkpoint is only restored under its own task."""
         return blake3(
             json.dumps([self.sandbox.to_json(), list(self.setup)], sort_keys=True).encode()
         ).hexdigest()[:32]
@@ -173,7 +173,8 @@ class ExecResult:
     """What one command did.
 
     ``exit_code`` is the shell's own (128 + N for a death by signal N, 124 at a time-out).
-    ``output`` is stdout and stderr in order, valid Unicode, at most ``Limits.output_bytes`` plus the cut's mark.
+    ``output`` is stdout and stderr in order, valid Unicode, of at most ``Limits.output_bytes`` (and a mark
+    where it was cut).
     ``shell_restarted``: the shell ended with this command; a new one stands in the same sandbox.
     ``duration_s`` is host wall time."""
 

@@ -1,0 +1,84 @@
+"""Processes as /proc shows them: parents, start times, ignored signals. Host pids unless said otherwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ProcStat", "foreground", "read_procs"]
+
+_QUIT_BIT = 1 << (signal.SIGQUIT - 1)
+_INT_BIT = 1 << (signal.SIGINT - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcStat:
+    """One process. ``pid`` and ``ppid`` are the host's, ``ns_pid`` is the innermost namespace's.
+
+    ``start_ticks``: clock ticks since boot (sysconf SC_CLK_TCK a second). ``state``: the letter of
+    /proc/PID/stat."""
+
+    pid: int
+    ppid: int
+    ns_pid: int
+    state: str
+    start_ticks: int
+    ignored_signals: int
+    argv: tuple[str, ...]
+
+    @property
+    def ignores_interrupt(self) -> bool:
+        """Whether it was started as a background job of a non-interactive shell (POSIX: SIGINT and SIGQUIT
+        ignored), or behaves as one."""
+        return bool(self.ignored_signals & _QUIT_BIT and self.ignored_signals & _INT_BIT)
+
+
+def read_procs(pids: Iterable[int]) -> list[ProcStat]:
+    """What /proc says of these pids, those that are gone left out."""
+    found = []
+    for pid in pids:
+        try:
+            # The command name is in parentheses and may hold anything, ")" too.
+            stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            status = Path(f"/proc/{pid}/status").read_bytes()
+            argv = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        fields = dict(line.split(b":", 1) for line in status.splitlines() if b":" in line)
+        found.append(
+            ProcStat(
+                pid=pid,
+                ppid=int(stat[1]),
+                ns_pid=int(fields.get(b"NSpid", b"0").split()[-1]),
+                state=stat[0].decode(),
+                start_ticks=int(stat[19]),
+                ignored_signals=int(fields.get(b"SigIgn", b"0"), 16),
+                argv=tuple(os.fsdecode(a) for a in argv.rstrip(b"\0").split(b"\0")) if argv else (),
+            )
+        )
+    return found
+
+
+def foreground(procs: Iterable[ProcStat], shell_pid: int, since_ticks: int) -> list[ProcStat]:
+    """What the shell is waiting for: its descendants, less its background jobs.
+
+    A child of the shell counts as a background job when it was there before the command began, or when
+    SIGINT and SIGQUIT are ignored in it, as POSIX has a non-interactive shell start `job &`. Daemons that
+    re-parented themselves to init are nobody's descendants here. Zombies are left out."""
+    procs = list(procs)
+    children: dict[int, list[ProcStat]] = {}
+    for proc in procs:
+        children.setdefault(proc.ppid, []).append(proc)
+    wave = [
+        proc
+        for proc in children.get(shell_pid, [])
+        if proc.start_ticks >= since_ticks and not proc.ignores_interrupt
+    ]
+    found = []
+    while wave:
+        found += wave
+        wave = [child for proc in wave for child in children.get(proc.pid, [])]
+    return [proc for proc in found if proc.state not in "ZX"]

@@ -1,0 +1,440 @@
+"""The host side of a sandbox's persistent shell: one directory of FIFOs, bind-mounted at /belayer.
+
+    step      the command to run, written by the host       req     host -> shell: "run N", "ping N"
+    state     what a new shell starts from                  ctl     shell -> host: "ready", "begin", "end",
+    "pong"; out.N     stdout and stderr of command N                        init -> host: "exit CODE" when a
+    shell ended
+
+No exec per command, nothing that CRIU cannot dump (FIFOs, opened by path), and no waiting by the clock: the
+host polls the FIFOs together with a pidfd of the container's init. Every command has an output FIFO of its
+own, so what a background job prints later never mixes with a later command; it is read and dropped
+(`LateOutput`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Protocol
+
+from belayer_env.errors import Fault, InvalidInput, SandboxFrozen, SandboxHung
+from belayer_env.sandbox.late_output import LATE_OUTPUT
+from belayer_env.sandbox.output import OutputBuffer
+from belayer_env.sandbox.procs import ProcStat, foreground
+from belayer_env.spec import ExecResult
+
+__all__ = ["CHANNEL_MOUNT", "ChannelPeer", "ShellChannel", "check_command", "populate_channel"]
+
+CHANNEL_MOUNT = "/belayer"
+TIMED_OUT_CODE = 124
+"""Exit code of a command that was ended at its time limit, as timeout(1) has it."""
+
+_GIVE_UP_SIGNAL = 41  # also in loop.bash
+_SCRIPTS = ("init.sh", "loop.bash", "loop.sh")
+_CHUNK = 1 << 16
+_MESSAGES_A_TURN = 1 << 10
+_FREEZE_CHECK_S = 0.5
+_KILL_ROUND_S = 0.05
+_SHELL_START_S = 20.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ChannelPeer(Protocol):
+    """What the channel must know of the container behind it."""
+
+    def init_pidfd(self) -> int:
+        """A pidfd of the container's init; readable once it is dead."""
+
+    def death(self, *, begun: bool) -> Fault:
+        """The fault that says how init died."""
+
+    def is_frozen(self) -> bool:
+        """Whether the container's cgroup is frozen."""
+
+    def procs(self) -> list[ProcStat]:
+        """Its processes now."""
+
+
+class _Event(enum.Enum):
+    READY = "ready"
+    BEGIN = "begin"
+    END = "end"
+    PONG = "pong"
+    EXIT = "exit"
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    event: _Event
+    numbers: tuple[int, ...]
+
+
+def check_command(command: str) -> bytes:
+    """The bytes to run.
+
+    Raises:
+        InvalidInput: no text, a NUL byte, or a lone surrogate."""
+    if not isinstance(command, str):
+        raise InvalidInput(f"a command is text, not {type(command).__name__}")
+    if "\0" in command:
+        raise InvalidInput(
+            "a command cannot hold a NUL byte: no shell can read it; use printf '\\000' to make one"
+        )
+    try:
+        return command.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"a command must be valid Unicode: {error}") from error
+
+
+def populate_channel(
+    directory: Path, *, owner: int, late_fifos: Iterable[str] = (), state: bytes = b""
+) -> None:
+    """Fill a new channel directory, for a fresh sandbox or (with the FIFOs and shell state saved) a restored
+    one.
+
+    ``owner`` is the uid and gid of its files on the host: one that the sandbox's user namespace does not map
+    keeps the sandbox's root from removing or replacing them."""
+    for script in _SCRIPTS:
+        _write(directory / script, resources.files(__package__).joinpath(script).read_bytes(), owner, 0o644)
+    for fifo in ("req", "ctl", *late_fifos):
+        os.mkfifo(directory / fifo)
+        (directory / fifo).chmod(0o666)
+        os.chown(directory / fifo, owner, owner)
+    _write(directory / "state", state, owner, 0o644)
+    _write(directory / "state.new", b"", owner, 0o666)
+    os.chown(directory, owner, owner)
+
+
+class ShellChannel:
+    """A conversation with one persistent shell. Used by one thread at a time.
+
+    `close` is owed. Make it before the container's processes run: it opens the reading ends first, so that a
+    restored background job never writes into a FIFO without a reader."""
+
+    def __init__(self, directory: Path, peer: ChannelPeer, *, owner: int) -> None:
+        self._dir = directory
+        self._peer = peer
+        self._owner = owner
+        self._n = time.time_ns()  # never used before in this channel, in whatever life of it
+        self._pending = b""
+        self._shell_ns_pid = 0
+        self._ready = False
+        self._restarts_unseen = False
+        # Read-write, so that neither open waits for the other side and no reader ever sees an end of file.
+        self._req = os.open(directory / "req", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._ctl = os.open(directory / "ctl", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        for fifo in directory.glob("out.*"):
+            LATE_OUTPUT.adopt(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), fifo)
+
+    def late_fifos(self) -> list[str]:
+        """Names of the output FIFOs that background jobs may still hold: a checkpoint must carry them."""
+        return sorted(fifo.name for fifo in self._dir.glob("out.*"))
+
+    def shell_state(self) -> bytes:
+        """What a new shell would start from: a script that sets variables, functions, options and cwd."""
+        return (self._dir / "state").read_bytes()
+
+    def wait_ready(self, timeout_s: float = _SHELL_START_S) -> None:
+        """Wait for a new shell's first word.
+
+        Raises:
+            Fault: init died, or no word within ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ready:
+            self._note(self._next_message(deadline, begun=False, what="start its shell"))
+
+    def ping(self, timeout_s: float = 10.0) -> None:
+        """Prove that the shell answers.
+
+        Raises:
+            Fault: it does not, within ``timeout_s`` seconds."""
+        self._n += 1
+        os.write(self._req, b"ping %d\n" % self._n)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self._next_message(deadline, begun=False, what="answer a ping")
+            self._note(message)
+            if message.event is _Event.PONG and message.numbers == (self._n,):
+                self._ready = True
+                return
+
+    def run(self, command: str, *, timeout_s: float, grace_s: float, output_bytes: int) -> ExecResult:
+        """Run one command; see `Sandbox.run`."""
+        data = check_command(command)
+        self._catch_up()
+        self._n += 1
+        started = time.monotonic()
+        run = _Run(
+            number=self._n,
+            since_ticks=int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S),
+            deadline=started + timeout_s,
+            output=OutputBuffer(output_bytes),
+        )
+        fifo = self._dir / f"out.{self._n}"
+        os.mkfifo(fifo)
+        fifo.chmod(0o666)
+        run.fd = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _write(self._dir / "step", data + b"\n", self._owner, 0o644)
+            os.write(self._req, b"run %d\n" % self._n)
+            self._follow(run, grace_s)
+            self._drain(run)
+        finally:
+            # Still held by a background job, or by a container that is no more: either way read to its end.
+            LATE_OUTPUT.adopt(run.fd, fifo)
+        restarted = run.shell_ended or self._restarts_unseen
+        self._restarts_unseen = False
+        return ExecResult(
+            output=run.output.text(),
+            exit_code=TIMED_OUT_CODE if run.timed_out else run.code,
+            timed_out=run.timed_out,
+            output_truncated=run.output.truncated,
+            shell_restarted=restarted,
+            duration_s=time.monotonic() - started,
+        )
+
+    def close(self) -> None:
+        """Let go of the FIFOs. Idempotent."""
+        for name in ("_req", "_ctl"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+        LATE_OUTPUT.forget(self._dir)
+
+    # -- one run
+    # -----------------------------------------------------------------------------------------------
+
+    def _follow(self, run: _Run, grace_s: float) -> None:
+        """Carry a run to its end: reads what comes, acts on each message, ends the command at its
+        deadline."""
+        while not run.ended:
+            now = time.monotonic()
+            if now >= run.deadline:
+                run.timed_out = True
+                self._end_command(run, grace_s)
+                return
+            self._turn(run, min(run.deadline - now, _FREEZE_CHECK_S))
+        if run.shell_ended:
+            self.wait_ready()
+
+    def _turn(self, run: _Run, wait_s: float) -> None:
+        """Wait for something to happen, at most ``wait_s`` seconds, and take it in."""
+        ready = self._poll(run.fd if not run.fd_at_end else -1, wait_s)
+        if run.fd in ready:
+            self._read_output(run)
+        if self._ctl in ready:
+            for message in self._read_messages():
+                self._take(run, message)
+        if not run.ended:
+            if self._peer.init_pidfd() in ready:
+                raise self._peer.death(begun=True)
+            if not ready and self._peer.is_frozen():
+                raise SandboxFrozen("the sandbox was frozen by somebody else in mid-command", begun=True)
+
+    def _take(self, run: _Run, message: _Message) -> None:
+        self._note(message)
+        match message:
+            case _Message(_Event.BEGIN, (n,)) if n == run.number:
+                run.begun = True
+            case _Message(_Event.END, (n, code)) if n == run.number:
+                run.code = code
+                run.ended = True
+                self._keep_state()
+            case _Message(_Event.EXIT, (code,)) if run.begun:
+                # The shell went with this command. (One that ends before "begin" leaves the request to its
+                # heir.)
+                run.code = code
+                run.ended = run.shell_ended = True
+            case _:
+                pass
+
+    def _end_command(self, run: _Run, grace_s: float) -> None:
+        """Interrupt the foreground, then kill it, then the shell; the run has ended when this returns.
+
+        Raises:
+            Fault: not even the shell's death could be had."""
+        self._signal_shell(_GIVE_UP_SIGNAL)
+        self._signal_foreground(run, signal.SIGINT)
+        self._await_end(run, grace_s)
+        until = time.monotonic() + 2 * grace_s
+        while not run.ended and time.monotonic() < until:
+            self._signal_foreground(run, signal.SIGKILL)
+            self._await_end(run, _KILL_ROUND_S)
+        if not run.ended:
+            self._signal_shell(signal.SIGKILL)
+            self._await_end(run, _SHELL_START_S)
+        if not run.ended:
+            raise SandboxHung("the sandbox's shell can be neither interrupted nor killed", begun=True)
+        if run.shell_ended:
+            self.wait_ready()
+
+    def _await_end(self, run: _Run, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while not run.ended and (left := until - time.monotonic()) > 0:
+            self._turn(run, min(left, _FREEZE_CHECK_S))
+
+    def _signal_foreground(self, run: _Run, signum: int) -> None:
+        procs = self._peer.procs()
+        shell = self._shell_pid(procs)
+        if shell is not None:
+            for proc in foreground(procs, shell, run.since_ticks):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(proc.pid, signum)
+
+    def _signal_shell(self, signum: int) -> None:
+        shell = self._shell_pid(self._peer.procs())
+        if shell is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(shell, signum)
+
+    def _shell_pid(self, procs: list[ProcStat]) -> int | None:
+        return next((proc.pid for proc in procs if proc.ns_pid == self._shell_ns_pid), None)
+
+    def _read_output(self, run: _Run) -> None:
+        try:
+            chunk = os.read(run.fd, _CHUNK)
+        except BlockingIOError:
+            return
+        if chunk:
+            run.output.feed(chunk)
+        else:
+            run.fd_at_end = True  # so far: nobody has it open for writing
+
+    def _drain(self, run: _Run) -> None:
+        """Read what the pipe held when the command ended: at most its capacity, as a background job may go on
+        writing for ever."""
+        left = _pipe_capacity(run.fd)
+        while left > 0:
+            try:
+                chunk = os.read(run.fd, min(_CHUNK, left))
+            except BlockingIOError:
+                return
+            if not chunk:
+                return
+            run.output.feed(chunk)
+            left -= len(chunk)
+
+    def _keep_state(self) -> None:
+        """Make the state that the shell has just written the one that its successor starts from."""
+        with contextlib.suppress(OSError):
+            (self._dir / "state.new").rename(self._dir / "state")
+            _write(self._dir / "state.new", b"", self._owner, 0o666)
+
+    # -- messages
+    # ----------------------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Take in what happened since the last command (a background job may have killed the shell)."""
+        if self._peer.init_pidfd() in self._poll(-1, 0):
+            raise self._peer.death(begun=False)
+        for message in self._read_messages():
+            self._note(message)
+        if not self._ready:
+            self.wait_ready()
+
+    def _note(self, message: _Message) -> None:
+        match message:
+            case _Message(_Event.READY, (ns_pid,)):
+                self._shell_ns_pid = ns_pid
+                self._ready = True
+            case _Message(_Event.EXIT, _):
+                self._ready = False
+                self._restarts_unseen = True
+            case _:
+                pass
+
+    def _next_message(self, deadline: float, *, begun: bool, what: str) -> _Message:
+        while True:
+            for message in self._read_messages():
+                return message
+            left = deadline - time.monotonic()
+            if left <= 0:
+                if self._peer.is_frozen():
+                    raise SandboxFrozen("the sandbox was frozen by somebody else", begun=begun)
+                raise SandboxHung(f"the sandbox did not {what} in time", begun=begun)
+            ready = self._poll(-1, min(left, _FREEZE_CHECK_S))
+            if self._peer.init_pidfd() in ready:
+                raise self._peer.death(begun=begun)
+            if not ready and self._peer.is_frozen():
+                raise SandboxFrozen("the sandbox was frozen by somebody else", begun=begun)
+
+    def _read_messages(self) -> Iterator[_Message]:
+        """Messages that are there now. What is not of the protocol (the sandbox's root may write anything
+        into its end) is dropped."""
+        for _ in range(_MESSAGES_A_TURN):
+            line, newline, rest = self._pending.partition(b"\n")
+            if not newline:
+                try:
+                    # An unfinished line longer than any message is no message.
+                    self._pending = self._pending[-256:] + os.read(self._ctl, _CHUNK)
+                except BlockingIOError:
+                    return
+                continue
+            self._pending = rest
+            message = _parse(line)
+            if message is not None:
+                yield message
+
+    def _poll(self, output: int, wait_s: float) -> set[int]:
+        poll = select.poll()
+        poll.register(self._ctl, select.POLLIN)
+        poll.register(self._peer.init_pidfd(), select.POLLIN)
+        if output >= 0:
+            poll.register(output, select.POLLIN)
+        # Round up: poll(0) in the last half millisecond before a deadline would spin.
+        return {fd for fd, _ in poll.poll(int(wait_s * 1000 + 0.999))}
+
+
+class _Run:
+    """One command under way."""
+
+    __slots__ = (
+        "begun", "code", "deadline", "ended", "fd", "fd_at_end", "number", "output", "shell_ended",
+        "since_ticks", "timed_out",
+    )  # fmt: skip
+
+    def __init__(self, number: int, since_ticks: int, deadline: float, output: OutputBuffer) -> None:
+        self.number = number
+        self.since_ticks = since_ticks
+        self.deadline = deadline
+        self.output = output
+        self.fd = -1
+        self.fd_at_end = False
+        self.code = -1
+        self.begun = self.ended = self.shell_ended = self.timed_out = False
+
+
+def _parse(line: bytes) -> _Message | None:
+    word, *numbers = line.split(b" ")
+    try:
+        return _Message(_Event(word.decode("ascii")), tuple(int(n) for n in numbers))
+    except ValueError:
+        return None
+
+
+def _write(path: Path, data: bytes, owner: int, mode: int) -> None:
+    aside = path.with_name(path.name + ".aside")
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fchmod(fd, mode)
+        os.fchown(fd, owner, owner)
+    finally:
+        os.close(fd)
+    aside.rename(path)
+
+
+def _pipe_capacity(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
