@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["busybox_image", "criu_prefix", "data_dir", "default_store", "images_dir", "store_image", "test_image"]
+__all__ = [
+    "busybox_image",
+    "criu_prefix",
+    "data_dir",
+    "default_store",
+    "images_dir",
+    "store_image",
+    "test_image",
+]
 
 
 def data_dir() -> Path:

@@ -1,4 +1,5 @@
-"""apt: the host's own archive, read from its sources, and downloads from a suite without touching the host."""
+"""apt: the host's own archive, read from its sources, and downloads from a suite without touching the
+host."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ APT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """``id`` ("debian", "ubuntu", ...), ``codename`` ("bookworm", "noble", ...) and the ``name`` people know."""
+    """``id`` ("debian", "ubuntu", ...), ``codename`` ("bookworm", "noble", ...) and the ``name`` people
+    know."""
 
     id: str
     codename: str
@@ -68,7 +70,8 @@ def parse_os_release(text: str) -> Distribution:
 
 
 def parse_list(text: str) -> list[Source]:
-    """The binary archives of a one-line-style file; what is no such line is passed over, as apt would report it."""
+    """The binary archives of a one-line-style file; what is no such line is passed over, as apt would report
+    it."""
     found = []
     for line in text.splitlines():
         match = re.match(r"\s*deb\s+(?:\[([^\]]*)\]\s*)?(\S+)\s+(\S+)\s*([^#]*)", line)
@@ -81,7 +84,8 @@ def parse_list(text: str) -> list[Source]:
 
 
 def parse_deb822(text: str) -> list[Source]:
-    """The enabled binary archives of a deb822 file, one per URI. An embedded key counts as no keyring's path."""
+    """The enabled binary archives of a deb822 file, one per URI. An embedded key counts as no keyring's
+    path."""
     found = []
     for stanza in re.split(r"\n\s*\n", text):
         fields: dict[str, str] = {}
@@ -111,7 +115,8 @@ def parse_deb822(text: str) -> list[Source]:
 
 
 def archive_sources(sources: Iterable[Source], distribution: Distribution) -> list[Source]:
-    """Those of ``sources`` that are the distribution's own archive, the main one first, then updates and security.
+    """Those of ``sources`` that are the distribution's own archive, the main one first, then updates and
+    security.
 
     Its own: signed with its archive keyring; or with no keyring named, and "main" of a suite of its codename.
     A third party that uses the codename as its suite names a keyring of its own, and so stays out."""
@@ -120,7 +125,9 @@ def archive_sources(sources: Iterable[Source], distribution: Distribution) -> li
     others: list[Source] = []
     for source in sources:
         own_key = f"{distribution.id}-archive" in source.signed_by
-        suites = tuple(suite for suite in source.suites if suite.split("-", 1)[0].split("/", 1)[0] == codename)
+        suites = tuple(
+            suite for suite in source.suites if suite.split("-", 1)[0].split("/", 1)[0] == codename
+        )
         # Backports and proposed are not part of what the host runs on.
         suites = tuple(suite for suite in suites if not suite.endswith(("-backports", "-proposed")))
         if not suites or (source.signed_by and not own_key) or "main" not in source.components:
@@ -201,7 +208,9 @@ Acquire::IndexTargets::deb::DEP-11::DefaultEnabled "false";
         found = re.search(r"Candidate:\s*(\S+)", answer)
         return found.group(1) if found and found.group(1) != "(none)" else ""
 
-    def download(self, packages: Sequence[str], *, on_line: Callable[[str], None] | None = None) -> list[Path]:
+    def download(
+        self, packages: Sequence[str], *, on_line: Callable[[str], None] | None = None
+    ) -> list[Path]:
         """The packages and all they depend on, as files.
 
         Raises:

@@ -60,7 +60,9 @@ class Done:
 def search_path() -> str:
     """PATH with the system's sbin directories at its end: a login without them still has runc and losetup."""
     parts = [part for part in os.environ.get("PATH", "").split(":") if part]
-    parts += [part for part in ("/usr/local/sbin", "/usr/sbin", "/usr/bin", "/sbin", "/bin") if part not in parts]
+    parts += [
+        part for part in ("/usr/local/sbin", "/usr/sbin", "/usr/bin", "/sbin", "/bin") if part not in parts
+    ]
     return ":".join(parts)
 
 
@@ -80,7 +82,8 @@ def run(
     """Run ``argv`` in a process group of its own; ``env`` is added to the environment.
 
     ``stdin`` is at most 64 KiB of bytes, or an open file. ``on_line`` sees each line as it comes.
-    Whatever interrupts it, the whole group is ended before the error goes on. Never raises for the command."""
+    Whatever interrupts it, the whole group is ended before the error goes on. Never raises for the
+    command."""
     words = tuple(str(word) for word in argv)
     try:
         process = subprocess.Popen(

@@ -57,8 +57,8 @@ def check_criu(binary: CriuBinary) -> str:
 
 
 def find_criu() -> CriuBinary | None:
-    """The first recent enough one in that order, else the first that starts at all, else None. Cached per process
-    and per setting of $BELAYER_CRIU, PATH and the data directory, until `forget`.
+    """The first recent enough one in that order, else the first that starts at all, else None. Cached per
+    process and per setting of $BELAYER_CRIU, PATH and the data directory, until `forget`.
 
     Raises:
         SetupError: $BELAYER_CRIU is set, and what it names does not start."""
@@ -75,7 +75,9 @@ def _find(named: str, prefix: Path, on_path: str | None) -> CriuBinary | None:
     if named:
         version = read_version(Path(named))
         if version is None:
-            raise SetupError(f"BELAYER_CRIU={named} does not start: name a CRIU that does, or unset BELAYER_CRIU")
+            raise SetupError(
+                f"BELAYER_CRIU={named} does not start: name a CRIU that does, or unset BELAYER_CRIU"
+            )
         return CriuBinary(Path(named), version)
     first: CriuBinary | None = None
     for path in (prefix / "usr/sbin/criu", Path(on_path) if on_path else None):

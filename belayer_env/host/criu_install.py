@@ -1,11 +1,12 @@
-"""A CRIU new enough for this kernel, with its own libc, in a private prefix: the host's libraries stay as they are.
+"""A CRIU new enough for this kernel, with its own libc, in a private prefix: the host's libraries stay as
+they are.
 
-Debian 12 and 13 and Ubuntu 24.04 carry one that is too old. A newer suite of the same archive has a good one; it is
-downloaded with its whole dependency closure, unpacked aside, and bound to that prefix by its interpreter and rpath."""
+Debian 12 and 13 and Ubuntu 24.04 carry one that is too old. A newer suite of the same archive has a good one;
+it is downloaded with its whole dependency closure, unpacked aside, and bound to that prefix by its
+interpreter and rpath."""
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import tempfile
@@ -49,8 +50,9 @@ def good_criu() -> CriuBinary | None:
 def candidate_suites(
     distribution: Distribution, archive: Source | None, *, mirror: str = "", suite: str = ""
 ) -> list[Source]:
-    """The sources to look for CRIU in, in order. ``archive`` is the host's own main one, ``mirror`` and ``suite`` what
-    the user named; a named mirror is taken for Debian's when this distribution's name is not in it.
+    """The sources to look for CRIU in, in order. ``archive`` is the host's own main one, ``mirror`` and
+    ``suite`` what the user named; a named mirror is taken for Debian's when this distribution's name is not
+    in it.
 
     Raises:
         SetupError: neither is known, or the keyring is missing."""
@@ -60,25 +62,28 @@ def candidate_suites(
         kind = next((name for name in SUITES if name in mirror), kind)
     if not uri:
         raise SetupError(
-            f"CRIU {'.'.join(map(str, MINIMUM))} or newer is needed, and apt's sources on this host ({distribution.name}) "
-            "name no archive of the distribution to take it from: belayer setup --criu-mirror URL --criu-suite NAME, "
-            "or put one on PATH or in BELAYER_CRIU"
+            f"CRIU {'.'.join(map(str, MINIMUM))} or newer is needed, and apt's sources on this host "
+            f"({distribution.name}) name no archive of the distribution to take it from: "
+            "belayer setup --criu-mirror URL --criu-suite NAME, or put one on PATH or in BELAYER_CRIU"
         )
     signed_by = archive.signed_by if archive and not mirror else ""
     if not signed_by:
         keyring = KEYRINGS[kind]
         if not keyring.exists() and mirror:
             raise SetupError(
-                f"{mirror} is signed with keys that this host does not have: apt-get install {kind}-archive-keyring"
+                f"{mirror} is signed with keys that this host does not have: "
+                f"apt-get install {kind}-archive-keyring"
             )
         signed_by = str(keyring) if keyring.exists() else ""
     suites = (suite,) if suite else SUITES[kind]
     return [Source(uri, (name,), COMPONENTS[kind], signed_by) for name in suites]
 
 
-def install_criu(*, mirror: str = "", suite: str = "", report: Callable[[str], None] = lambda _: None) -> CriuBinary:
-    """Put a CRIU that passes `criu check` into `paths.criu_prefix()` and return it. Atomic: a killed call leaves no
-    prefix, or the whole one. About 10 s; ``report`` is told what is being done.
+def install_criu(
+    *, mirror: str = "", suite: str = "", report: Callable[[str], None] = lambda _: None
+) -> CriuBinary:
+    """Put a CRIU that passes `criu check` into `paths.criu_prefix()` and return it. Atomic: a killed call
+    leaves no prefix, or the whole one. About 10 s; ``report`` is told what is being done.
 
     Raises:
         SetupError: no suite has one that works here; says for each suite why."""
@@ -100,7 +105,9 @@ def install_criu(*, mirror: str = "", suite: str = "", report: Callable[[str], N
             forget()
             binary = good_criu()
             if binary is None:
-                raise SetupError(f"CRIU was installed in {prefix}, but does not run there: run `belayer doctor`")
+                raise SetupError(
+                    f"CRIU was installed in {prefix}, but does not run there: run `belayer doctor`"
+                )
             return binary
         refusals.append(f"  {source.suites[0]}: {refusal}")
     raise SetupError(
@@ -116,8 +123,13 @@ def _try_suite(source: Source, aside: Path, prefix: Path, report: Callable[[str]
     apt = PrivateApt(aside / "apt", [source])
     updated = apt.update()
     if not updated.ok:
-        if "NO_PUBKEY" in updated.output or "is not signed" in updated.output or "Missing key" in updated.output:
-            return f"it is signed with keys that {source.signed_by or 'this host'} lacks (update the keyring package)"
+        if (
+            "NO_PUBKEY" in updated.output
+            or "is not signed" in updated.output
+            or "Missing key" in updated.output
+        ):
+            keys = source.signed_by or "this host"
+            return f"it is signed with keys that {keys} lacks (update the keyring package)"
         return f"its lists cannot be had: {updated.tail(1)}"
     text = apt.candidate("criu")
     version = parse_version(text)
@@ -158,8 +170,8 @@ def _bind(fresh: Path, prefix: Path) -> tuple[Path, Path]:
     # DT_RPATH, not RUNPATH: the libraries' own dependencies must be found by it too.
     run(
         [
-            "patchelf", "--set-interpreter", prefix / loader, "--force-rpath", "--set-rpath", prefix / libraries,
-            fresh / "usr/sbin/criu",
+            "patchelf", "--set-interpreter", prefix / loader, "--force-rpath",
+            "--set-rpath", prefix / libraries, fresh / "usr/sbin/criu",
         ],
         timeout_s=60,
     ).require("Binding CRIU to its prefix")  # fmt: skip
@@ -169,8 +181,8 @@ def _bind(fresh: Path, prefix: Path) -> tuple[Path, Path]:
 def _replace(fresh: Path, prefix: Path) -> None:
     if prefix.exists():
         old = Path(tempfile.mkdtemp(prefix="criu.old-", dir=prefix.parent))
-        os.rename(prefix, old / "prefix")
-        os.rename(fresh, prefix)
+        prefix.rename(old / "prefix")
+        fresh.rename(prefix)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        os.rename(fresh, prefix)
+        fresh.rename(prefix)

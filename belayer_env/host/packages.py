@@ -16,7 +16,8 @@ INSTALL_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``commands`` it brings (all must be there), its ``name`` in Debian and Ubuntu, and what it is ``used_for``."""
+    """``commands`` it brings (all must be there), its ``name`` in Debian and Ubuntu, and what it is
+    ``used_for``."""
 
     name: str
     commands: tuple[str, ...]
@@ -58,14 +59,18 @@ def install(packages: Sequence[Package], *, on_line: Callable[[str], None] | Non
             "Install them with the system's own package manager, then run `belayer setup` again."
         )
     if os.geteuid() != 0:
-        raise SetupError(f"System packages are missing, and only root installs them: sudo apt-get install {names}")
+        raise SetupError(
+            f"System packages are missing, and only root installs them: sudo apt-get install {names}"
+        )
     # A set-up killed in mid-install leaves dpkg asking for this.
     if run(("dpkg", "--audit"), timeout_s=60).output.strip():
         _apt("dpkg", "--configure", "-a", on_line=on_line)
     # Lists that are empty or stale show themselves by a failed install: no need to fetch good ones again.
     if not _install(packages, on_line).ok:
         _apt("apt-get", "update", on_line=on_line)
-        _install(packages, on_line).require("Installing system packages", remedy=f"Try: apt-get install {names}")
+        _install(packages, on_line).require(
+            "Installing system packages", remedy=f"Try: apt-get install {names}"
+        )
     if still := missing(packages):
         wanted = ", ".join(command for package in still for command in package.commands)
         raise SetupError(f"apt-get installed {names}, yet one of these commands is still missing: {wanted}")

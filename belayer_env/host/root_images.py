@@ -1,4 +1,5 @@
-"""The two root file systems that `belayer setup` makes: a small one of the host's distribution, and busybox."""
+"""The two root file systems that `belayer setup` makes: a small one of the host's distribution, and
+busybox."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from pathlib import Path
 
 from belayer_env import paths
 from belayer_env.errors import SetupError
-from belayer_env.host.apt import Distribution, PrivateApt, Source, archive_sources, host_distribution, host_sources
+from belayer_env.host.apt import (
+    Distribution,
+    PrivateApt,
+    Source,
+    archive_sources,
+    host_distribution,
+    host_sources,
+)
 from belayer_env.host.command import run
 
 __all__ = ["make_busybox_image", "make_test_image"]
@@ -23,7 +31,13 @@ TEST_PACKAGES = (
 )  # fmt: skip
 
 # Nothing in a sandbox reads them, and they are a third of the size.
-LEFT_OUT = ("/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/info/*", "/usr/share/lintian/*")
+LEFT_OUT = (
+    "/usr/share/man/*",
+    "/usr/share/doc/*",
+    "/usr/share/locale/*",
+    "/usr/share/info/*",
+    "/usr/share/lintian/*",
+)
 
 BOOTSTRAP_TIMEOUT_S = 900.0
 
@@ -50,14 +64,19 @@ def make_test_image(*, on_line: Callable[[str], None] | None = None) -> Path:
             stdin=lines.encode() + b"\n",
             on_line=on_line,
         ).require("Making the test image")
-        for pattern in ("var/lib/apt/lists/*", "var/cache/apt/*.bin", "var/cache/apt/archives/*.deb", "var/log/*.log"):
+        for pattern in (
+            "var/lib/apt/lists/*",
+            "var/cache/apt/*.bin",
+            "var/cache/apt/archives/*.deb",
+            "var/log/*.log",
+        ):
             for file in fresh.glob(pattern):
                 if file.is_file():
                     file.unlink()
     return paths.test_image()
 
 
-def make_busybox_image() -> Path:
+def make_busybox_image(*, on_line: Callable[[str], None] | None = None) -> Path:
     """`paths.busybox_image()`: a static busybox under every name it answers to. 2 MB, a few seconds. Atomic.
 
     Raises:
@@ -67,13 +86,26 @@ def make_busybox_image() -> Path:
         apt = PrivateApt(fresh.parent / "apt", sources)
         apt.update().require("Fetching the archive's lists")
         unpacked = fresh.parent / "unpacked"
-        for file in apt.download(["busybox-static"]):
+        for file in apt.download(["busybox-static"], on_line=on_line):
             if file.name.startswith("busybox-static_"):
                 run(["dpkg", "-x", file, unpacked], timeout_s=60).require(f"Unpacking {file.name}")
         binary = next((path for path in unpacked.glob("**/bin/busybox") if not path.is_symlink()), None)
         if binary is None:
             raise SetupError("The package busybox-static holds no bin/busybox")
-        for name in ("bin", "sbin", "usr/bin", "usr/sbin", "etc", "proc", "sys", "dev", "root", "tmp", "run", "var/tmp"):
+        for name in (
+            "bin",
+            "sbin",
+            "usr/bin",
+            "usr/sbin",
+            "etc",
+            "proc",
+            "sys",
+            "dev",
+            "root",
+            "tmp",
+            "run",
+            "var/tmp",
+        ):
             (fresh / name).mkdir(parents=True, exist_ok=True)
         shutil.copy2(binary, fresh / "bin/busybox")
         for name in ("tmp", "var/tmp"):
@@ -101,7 +133,9 @@ def _own_archive() -> tuple[Distribution, list[Source]]:
             f"{paths.test_image()} and {paths.busybox_image()}"
         )
     return distribution, [
-        source if source.signed_by else Source(source.uri, source.suites, source.components, _keyring(distribution))
+        source
+        if source.signed_by
+        else Source(source.uri, source.suites, source.components, _keyring(distribution))
         for source in sources
     ]
 
@@ -112,7 +146,8 @@ def _keyring(distribution: Distribution) -> str:
 
 @contextmanager
 def _aside(final: Path) -> Iterator[Path]:
-    """A directory to build a root file system in, beside ``final``; it becomes ``final`` when the block ends well."""
+    """A directory to build a root file system in, beside ``final``; it becomes ``final`` when the block ends
+    well."""
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=parent, ignore_cleanup_errors=True) as aside:
@@ -120,4 +155,4 @@ def _aside(final: Path) -> Iterator[Path]:
         fresh.mkdir()
         yield fresh
         fresh.chmod(0o755)
-        os.rename(fresh, final)
+        fresh.rename(final)

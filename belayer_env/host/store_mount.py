@@ -1,7 +1,7 @@
 """The default store's own file system: btrfs in a sparse file, mounted by a loop device. Bytes.
 
-Snapshots of a writable layer are O(1) on btrfs. Where the disk under the store has neither btrfs nor reflinks,
-`belayer setup` makes this one; after a reboot, `ensure_mounted` brings it back."""
+Snapshots of a writable layer are O(1) on btrfs. Where the disk under the store has neither btrfs nor
+reflinks, `belayer setup` makes this one; after a reboot, `ensure_mounted` brings it back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MOUNT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StoreDisk:
-    """What a store lies on: the ``file_system``, whether a file can be ``reflink``ed there, and its free bytes."""
+    """What a store lies on: the ``file_system``, whether a file can be ``reflink``ed there, and its free
+    bytes."""
 
     directory: Path
     file_system: str
@@ -52,12 +53,16 @@ def read_store_disk(store: Path) -> StoreDisk:
         directory = directory.parent
     mounts = Path("/proc/self/mountinfo").read_text()
     return StoreDisk(
-        directory, file_system_of(directory.resolve(), mounts), has_reflink(directory), shutil.disk_usage(directory).free
+        directory,
+        file_system_of(directory.resolve(), mounts),
+        has_reflink(directory),
+        shutil.disk_usage(directory).free,
     )
 
 
 def file_system_of(directory: Path, mountinfo: str) -> str:
-    """The file system type of the last mount at or above ``directory``, by the text of /proc/self/mountinfo."""
+    """The file system type of the last mount at or above ``directory``, by the text of
+    /proc/self/mountinfo."""
     best, found = -1, "unknown"
     for line in mountinfo.splitlines():
         fields, _, rest = line.partition(" - ")
@@ -85,7 +90,8 @@ def has_reflink(directory: Path) -> bool:
 
 
 def ensure_mounted(store: Path | None = None) -> bool:
-    """Mount the store's file system where `make_store` once put it, if that is not done. True when it is there now.
+    """Mount the store's file system where `make_store` once put it, if that is not done. True when it is
+    there now.
 
     Two stats when there is nothing to do. A ``store`` other than the one it was made for is left alone.
 
@@ -105,7 +111,8 @@ def ensure_mounted(store: Path | None = None) -> bool:
 
 
 def make_store(*, wanted_bytes: int | None = None) -> str:
-    """Make and mount the default store's file system where that is of use; says in a sentence what came of it.
+    """Make and mount the default store's file system where that is of use; says in a sentence what came of
+    it.
 
     Raises:
         SetupError: mkfs or mount failed for another reason than absent loop devices."""
@@ -127,17 +134,21 @@ def make_store(*, wanted_bytes: int | None = None) -> str:
         return f"{point} already holds a store, which a mount would hide: {copies}; move it away to get btrfs"
     size = store_size(disk.free_bytes, wanted_bytes)
     if not size:
-        return f"{disk.free_bytes / GIB:.1f} GiB free are too few for a btrfs store of 4 GiB and more: {copies}"
+        return (
+            f"{disk.free_bytes / GIB:.1f} GiB free are too few for a btrfs store of 4 GiB and more: {copies}"
+        )
     with _lock():
         fresh = image.with_suffix(".new")
         try:
             with fresh.open("wb") as file:
                 file.truncate(size)
             fresh.chmod(0o600)
-            run(["mkfs.btrfs", "--quiet", "--force", fresh], timeout_s=120).require("Making the store's file system")
+            run(["mkfs.btrfs", "--quiet", "--force", fresh], timeout_s=120).require(
+                "Making the store's file system"
+            )
             # Named before it is mounted: killed in between, the next call finds it and mounts it.
             _record_path().write_text(f"{point}\n")
-            os.rename(fresh, image)
+            fresh.rename(image)
         finally:
             fresh.unlink(missing_ok=True)
         try:
@@ -151,14 +162,15 @@ def make_store(*, wanted_bytes: int | None = None) -> str:
 def _mount(image: Path, point: Path) -> None:
     point.mkdir(parents=True, exist_ok=True, mode=0o700)
     # noatime: reading a snapshot must not write to it. discard gives freed blocks back to the disk below.
-    argv = ["mount", "-t", "btrfs", "-o", "loop,noatime,discard=async", image, point]
+    argv: list[str | Path] = ["mount", "-t", "btrfs", "-o", "loop,noatime,discard=async", image, point]
     run(argv, timeout_s=MOUNT_TIMEOUT_S).require(f"Mounting the store {point}")
     # Checkpoints hold the memory of processes.
     point.chmod(0o700)
 
 
 def _record_path() -> Path:
-    """Which directory the image is the store of: with another XDG_STATE_HOME it must not be mounted a second time."""
+    """Which directory the image is the store of: with another XDG_STATE_HOME it must not be mounted a second
+    time."""
     return paths.store_image().with_suffix(".mountpoint")
 
 

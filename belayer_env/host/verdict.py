@@ -51,7 +51,8 @@ class Verdict:
 
 
 def judge_runc(facts: RuncFacts) -> Verdict:
-    """FULL needs a CRIU that passes its check; anything at all needs root, runc, a cgroup freezer and overlayfs."""
+    """FULL needs a CRIU that passes its check; anything at all needs root, runc, a cgroup freezer and
+    overlayfs."""
     if not facts.is_root:
         return Verdict(None, "the runc runtime needs root: sudo belayer ...")
     if not facts.runc:
@@ -73,7 +74,9 @@ def judge_docker(facts: EngineFacts) -> Verdict:
     if not facts.experimental:
         return Verdict(Tier.FILES, f"the Engine is not in experimental mode: {_experimental_remedy()}")
     if facts.driver != "overlay2":
-        return Verdict(Tier.FILES, f"the Engine stores layers by {facts.driver or 'an unknown driver'}, not overlay2")
+        return Verdict(
+            Tier.FILES, f"the Engine stores layers by {facts.driver or 'an unknown driver'}, not overlay2"
+        )
     if not facts.knows_criu:
         return Verdict(Tier.FILES, "the Engine's PATH cannot be read, so its CRIU is not known: run as root")
     refusal = _criu_refusal(facts.criu, facts.criu_refusal)
@@ -146,7 +149,9 @@ def _capability_row(there: bool) -> Row:
 def _engine_rows(facts: EngineFacts) -> list[Row]:
     if not facts.answers:
         status, found = (
-            (Status.BROKEN, "installed, does not answer") if facts.installed else (Status.MISSING, "not installed")
+            (Status.BROKEN, "installed, does not answer")
+            if facts.installed
+            else (Status.MISSING, "not installed")
         )
         return [
             Row("Docker Engine", status, found, SETUP_DOCKER),

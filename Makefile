@@ -1,0 +1,53 @@
+# Each target first makes what it needs; what is there already is skipped in half a second.
+# Presupposed: git, make, Python 3.11 or newer; root for the host's part (`belayer setup`).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo fmt lint types test test-slow bench check clean
+
+setup: $(VENV)/.installed
+	@$(BIN)/belayer setup
+
+demo: setup
+	@$(BIN)/belayer demo
+
+fmt: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	git ls-files -z -- ':!LICENSE' | xargs -0 $(BIN)/codespell
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+# The tests of the docker runtime need an Engine: `belayer setup --docker` starts one, as .ci/run does.
+test: lint types setup
+	$(BIN)/pytest -m "not slow"
+
+test-slow: setup
+	$(BIN)/pytest -m slow
+
+bench: setup
+	$(BIN)/belayer bench checkpoint
+	$(BIN)/belayer bench density
+
+check: test test-slow
+
+# What `belayer setup` made on the host stays: other checkouts use it too.
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamp comes last: an interrupted install is done again.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@scripts/ensure-venv $(PYTHON)
+	@echo "Installing the Python packages into $(VENV) ..."
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --editable '.[dev]'
+	@touch $@
