@@ -1,32 +1,32 @@
 """The fault taxonomy: one exception type per kind of fault, typed by what the caller can do about it.
 
-    BelayerError
-    ├── Fault                     the world broke; recovery acts on it
-    │   ├── SandboxGone           the container's init died or was removed
-    │   │   └── SandboxOOM        ... because the kernel's OOM killer took it
-    │   ├── SandboxFrozen         somebody froze the container
-    │   ├── SandboxHung           the container runs, but its shell does not answer
-    │   ├── EngineUnavailable     the container engine (dockerd) does not answer
-    │   ├── RuntimeFailed         a runtime command (runc, mount, Docker API call) failed or timed out
-    │   ├── StoreFull             the store's disk is full
-    │   ├── CheckpointRefused     the sandbox cannot be checkpointed as it is now
-    │   ├── CheckpointCorrupt     a checkpoint's files are not what was published
-    │   ├── RestoreFailed         a checkpoint did not come back to life
-    │   ├── ContextDiverged       a replayed step gave another observation than the ledger holds
-    │   └── RecoveryFailed        every rung of the ladder was tried
-    ├── SetupError                this host or task cannot do what was asked; the message ends with the remedy
-    │   ├── RuntimeUnavailable    no such runtime here
-    │   ├── TierUnavailable       require="full", and the host gives only FILES
-    │   ├── ImageNotFound         the image reference names nothing
-    │   ├── ImageUnreadable       it names something that is no usable root file system
-    │   ├── TaskSetupFailed       a command of Task.setup failed
-    │   └── IncompatibleCheckpoint  made on a host, or by a runtime, this one cannot stand in for
-    └── Misuse                    the caller's mistake; nothing was run
-        ├── InvalidInput          (also ValueError) a value out of range, a NUL in a command, a malformed reference
-        ├── ForeignCheckpoint     (also ValueError) a checkpoint of another task or a dropped one
-        ├── NotReset              (also RuntimeError) step() before reset()
-        ├── EpisodeOver           (also RuntimeError) step() after the episode ended
-        └── EnvClosed             (also RuntimeError) a call on a closed env
+BelayerError
+├── Fault                     the world broke; recovery acts on it
+│   ├── SandboxGone           the container's init died or was removed
+│   │   └── SandboxOOM        ... because the kernel's OOM killer took it
+│   ├── SandboxFrozen         somebody froze the container
+│   ├── SandboxHung           the container runs, but its shell does not answer
+│   ├── EngineUnavailable     the container engine (dockerd) does not answer
+│   ├── RuntimeFailed         a runtime command (runc, mount, Docker API call) failed or timed out
+│   ├── StoreFull             the store's disk is full
+│   ├── CheckpointRefused     the sandbox cannot be checkpointed as it is now
+│   ├── CheckpointCorrupt     a checkpoint's files are not what was published
+│   ├── RestoreFailed         a checkpoint did not come back to life
+│   ├── ContextDiverged       a replayed step gave another observation than the ledger holds
+│   └── RecoveryFailed        every rung of the ladder was tried
+├── SetupError                this host or task cannot do what was asked; it ends with the remedy
+│   ├── RuntimeUnavailable    no such runtime here
+│   ├── TierUnavailable       require="full", and the host gives only FILES
+│   ├── ImageNotFound         the image reference names nothing
+│   ├── ImageUnreadable       it names something that is no usable root file system
+│   ├── TaskSetupFailed       a command of Task.setup failed
+│   └── IncompatibleCheckpoint  made on a host, or by a runtime, this one cannot stand in for
+└── Misuse                    the caller's mistake; nothing was run
+    ├── InvalidInput          (also ValueError) a value out of range, a NUL in a command, a bad reference
+    ├── ForeignCheckpoint     (also ValueError) a checkpoint of another task or a dropped one
+    ├── NotReset              (also RuntimeError) step() before reset()
+    ├── EpisodeOver           (also RuntimeError) step() after the episode ended
+    └── EnvClosed             (also RuntimeError) a call on a closed env
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class StoreFull(Fault):
 class CheckpointRefused(Fault):
     """The sandbox cannot be checkpointed as it is now. It has been proven thawed and answering.
 
-    ``cause`` is a short stable word ("traced", "io_uring", "inotify", "ghost-too-big", "deadline", "unknown"),
-    for a policy that should stop asking; ``culprit`` names the process or file; ``pid`` is its host pid, if known.
-    """
+    ``cause`` is a short stable word ("traced", "io_uring", "inotify", "ghost-too-big", "deadline",
+    "unknown"), for a policy that should stop asking; ``culprit`` names the process or file; ``pid`` is its
+    host pid, if known."""
 
     def __init__(
         self, message: str, *, cause: str = "unknown", culprit: str = "", pid: int | None = None
@@ -131,7 +131,7 @@ class RestoreFailed(Fault):
 
 
 class ContextDiverged(Fault):
-    """A replayed step gave another observation than the ledger holds. ``step`` is its number, counted from 1."""
+    """A replayed step gave another observation than the ledger holds. ``step``: its number, from 1."""
 
     def __init__(self, message: str, *, step: int) -> None:
         super().__init__(message)

@@ -66,15 +66,14 @@ class Limits:
                 raise InvalidInput(f"Limits.{limit.name} must be a number, not {value!r}")
             if not (math.isfinite(value) and value > 0):
                 raise InvalidInput(f"Limits.{limit.name} must be positive and finite, not {value!r}")
-            if limit.name.endswith("_bytes") or limit.name == "pids":
-                if value != int(value):
-                    raise InvalidInput(f"Limits.{limit.name} must be a whole number, not {value!r}")
+            if (limit.name.endswith("_bytes") or limit.name == "pids") and value != int(value):
+                raise InvalidInput(f"Limits.{limit.name} must be a whole number, not {value!r}")
         if self.memory_bytes < 16 * MIB:
             raise InvalidInput(f"Limits.memory_bytes below 16 MiB cannot hold a shell: {self.memory_bytes}")
         if self.pids < 8:
             raise InvalidInput(f"Limits.pids below 8 leaves no room for a pipeline: {self.pids}")
         if self.output_bytes < 64:
-            raise InvalidInput(f"Limits.output_bytes below 64 cannot hold the cut's mark: {self.output_bytes}")
+            raise InvalidInput(f"Limits.output_bytes below 64 leaves no room: {self.output_bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,9 @@ class SandboxSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.image, str) or not self.image.strip():
-            raise InvalidInput(f"image must be a reference such as name:tag, rootfs:DIR or oci:PATH, not {self.image!r}")
+            raise InvalidInput(
+                f"image must be a reference such as name:tag, rootfs:DIR or oci:PATH, not {self.image!r}"
+            )
         if not self.workdir.startswith("/"):
             raise InvalidInput(f"workdir must be an absolute path in the container, not {self.workdir!r}")
         for name, value in self.env.items():

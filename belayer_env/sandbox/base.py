@@ -62,8 +62,8 @@ class Sandbox(Protocol):
     def save(self, into: Path) -> Saved:
         """Write processes and files of one instant into the directory ``into`` (made by this call).
 
-        The sandbox is frozen, dumped, its writable layer cloned, and thawed; afterwards it answers or a Fault says
-        it is lost. On any error ``into`` is removed again.
+        The sandbox is frozen, dumped, its writable layer cloned, and thawed; afterwards it answers or a Fault
+        says it is lost. On any error ``into`` is removed again.
 
         Raises:
             CheckpointRefused: it cannot be dumped as it is now, with the cause; it goes on unharmed.
@@ -87,7 +87,7 @@ class SandboxRuntime(Protocol):
 
     @property
     def name(self) -> str:
-        """"runc" or "docker"."""
+        """ "runc" or "docker"."""
 
     @property
     def tier(self) -> Tier:
@@ -98,8 +98,8 @@ class SandboxRuntime(Protocol):
         """Why it is not FULL, with the remedy; empty when it is."""
 
     def create(self, spec: SandboxSpec, home: Path) -> Sandbox:
-        """A fresh sandbox, its shell answering. ``home`` is an existing empty directory that the sandbox owns;
-        everything it leaves on the host can be found from what is in there (see `sweep`).
+        """A fresh sandbox, its shell answering. ``home`` is an existing empty directory that the sandbox
+        owns; everything it leaves on the host can be found from what is in there (see `sweep`).
 
         Raises:
             SetupError: the image or host cannot do it, with the remedy. Nothing is left running."""
@@ -112,5 +112,6 @@ class SandboxRuntime(Protocol):
             RestoreFailed: it did not come back. Nothing is left running."""
 
     def sweep(self, home: Path) -> None:
-        """Remove every process, mount, cgroup, container and file of the sandbox whose home this is, alive or not.
-        Idempotent; ``home`` is gone afterwards. Used by ``belayer gc`` for sandboxes whose owner died."""
+        """Remove every process, mount, cgroup, container and file of the sandbox whose home this is, alive or
+        not. Idempotent; ``home`` is gone afterwards. Used by ``belayer gc`` for sandboxes whose owner
+        died."""

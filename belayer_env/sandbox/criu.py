@@ -1,7 +1,7 @@
 """CRIU as Belayer uses it: its options, its deadlines, its two calls.
 
-CRIU is called itself, for dump and restore: `runc checkpoint` and `runc restore` start it twice (a version query
-first), walk the cgroups, and take about 40 ms more each for the same images.
+CRIU is called itself, for dump and restore: `runc checkpoint` and `runc restore` start it twice (a version
+query first), walk the cgroups, and take about 40 ms more each for the same images.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class DumpRequest:
 class RestoreRequest:
     """One restore: from ``images`` into a new tree under the mounted ``root``.
 
-    ``externals``: --external arguments, what to bind where. ``cgroups``: existing directories that the tree is to
-    live in, one a hierarchy. ``action_script`` brings the loopback up. ``pid_file`` gets init's host pid."""
+    ``externals``: --external arguments, what to bind where. ``cgroups``: existing directories that the tree
+    is to live in, one a hierarchy. ``action_script`` brings the loopback up. ``pid_file`` gets init's host
+    pid."""
 
     criu: Path
     root: Path
@@ -91,16 +92,17 @@ class RestoreRequest:
 # The network namespace comes back empty (an action script brings its loopback up) and nothing is locked: the
 # sandbox is frozen, and nobody outside can reach it.
 _COMMON = (
-    "--empty-ns", "net", "--network-lock", "skip", "--tcp-established", "--ext-unix-sk", "--file-locks", "--link-remap",
+    "--empty-ns", "net", "--network-lock", "skip", "--tcp-established", "--ext-unix-sk", "--file-locks",
+    "--link-remap",
 )  # fmt: skip
 
 
 def dump(request: DumpRequest, snapshot: Callable[[], None]) -> None:
     """Dump a frozen tree, and call ``snapshot`` (of its files) while nothing has run since.
 
-    A file that lives on only through a second, removed name gets a temporary link from CRIU, which it takes away
-    as it ends; then the snapshot must come before that. Rare and seen from the images, so only then is the dump
-    made again with CRIU calling back.
+    A file that lives on only through a second, removed name gets a temporary link from CRIU, which it takes
+    away as it ends; then the snapshot must come before that. Rare and seen from the images, so only then is
+    the dump made again with CRIU calling back.
 
     Raises:
         CheckpointRefused: with the cause, as read from the log.
@@ -143,8 +145,8 @@ def traced_process(procs: Iterable[ProcStat]) -> ProcStat | None:
 
 
 def run_deadlined(argv: Sequence[str], *, timeout_s: float) -> int:
-    """Exit status of a command that gets no stdio; at the deadline, or on any interrupt, its whole process group
-    is killed.
+    """Exit status of a command that gets no stdio; at the deadline, or on any interrupt, its whole process
+    group is killed.
 
     Raises:
         TimeoutError: it ran past ``timeout_s``."""
@@ -176,11 +178,11 @@ def _external(externals: Iterable[str]) -> list[str]:
 
 
 def _with_kernel_cache(argv: Sequence[str], *, cgroups: Sequence[Path] = ()) -> list[str]:
-    """The command, started in these cgroups, and with a tmpfs at /run in a mount namespace of its own where the
-    host's /run is none.
+    """The command, started in these cgroups, and with a tmpfs at /run in a mount namespace of its own where
+    the host's /run is none.
 
-    CRIU probes the kernel at every start (30 to 50 ms) and caches what it found in /run/criu.kdat, but only on a
-    tmpfs. A host with a tmpfs there, as systemd makes it, needs nothing of this."""
+    CRIU probes the kernel at every start (30 to 50 ms) and caches what it found in /run/criu.kdat, but only
+    on a tmpfs. A host with a tmpfs there, as systemd makes it, needs nothing of this."""
     enter = "".join(f"echo 0 >{shlex.quote(f'{path}/cgroup.procs')} || exit 97; " for path in cgroups)
     run_is_tmpfs = file_system_magic(Path("/run")) == TMPFS_MAGIC
     if run_is_tmpfs or file_system_magic(Path("/dev/shm")) != TMPFS_MAGIC:
