@@ -57,6 +57,7 @@ _QUOTA_RESCAN_WAIT = 0x0000942E
 _SUBVOL_RDONLY = 1 << 1
 _QUOTA_ENABLE = 1
 _LIMIT_MAX_RFER = 1 << 0
+_NO_LIMIT = (1 << 64) - 1
 _SUBVOLUME_INODE = 256
 
 
@@ -136,9 +137,12 @@ class BtrfsLayers:
             _snapshot(source, target, flags=_SUBVOL_RDONLY)
 
     def clone(self, snapshot: Path, target: Path) -> None:
-        """See `LayerStore.clone`."""
+        """See `LayerStore.clone`. It is not bounded, whatever its origin was."""
         with disk_errors(f"cloning {snapshot} to {target}"), self._undone(target):
             _snapshot(snapshot, target, flags=0)
+            # A snapshot inherits the limit: one of a layer that was full would not even take a new work/.
+            with opened_dir(target) as fd, contextlib.suppress(OSError):  # no quotas, no limit
+                _ioctl(fd, _QGROUP_LIMIT, _limit_request(_NO_LIMIT))
             if (target / WORK).exists():
                 shutil.rmtree(target / WORK)
             _make_dir(target / WORK)
@@ -159,8 +163,7 @@ class BtrfsLayers:
     def limit(self, layer: Path, max_bytes: int) -> None:
         """See `LayerStore.limit`. Turns on the file system's quotas the first time."""
         with disk_errors(f"limiting {layer}"), opened_dir(layer) as fd:
-            # Quota group 0 stands for this subvolume's own.
-            request = struct.pack("QQQQQQ", 0, _LIMIT_MAX_RFER, max_bytes, 0, 0, 0)
+            request = _limit_request(max_bytes)
             try:
                 _ioctl(fd, _QGROUP_LIMIT, request)
             except OSError as error:
@@ -294,6 +297,11 @@ def _snapshot(source: Path, target: Path, *, flags: int) -> None:
     with opened_dir(source) as source_fd, opened_dir(target.parent) as parent:
         request = struct.pack("qQQ32s4040s", source_fd, 0, flags, b"", os.fsencode(target.name))
         _ioctl(parent, _SNAP_CREATE_V2, request)
+
+
+def _limit_request(max_bytes: int) -> bytes:
+    # Quota group 0 stands for the subvolume's own.
+    return struct.pack("QQQQQQ", 0, _LIMIT_MAX_RFER, max_bytes, 0, 0, 0)
 
 
 def _make_dir(path: Path) -> None:
