@@ -47,6 +47,7 @@ __all__ = [
     "InvalidInput",
     "Misuse",
     "NotReset",
+    "NotText",
     "RecoveryFailed",
     "RestoreFailed",
     "RuntimeFailed",
@@ -176,6 +177,10 @@ class IncompatibleCheckpoint(SetupError):
 
 class Misuse(BelayerError):
     """The caller's mistake; nothing was run, nothing was lost."""
+
+
+class NotText(Misuse, TypeError):
+    """An action that is no text: a list, None, bytes."""
 
 
 class InvalidInput(Misuse, ValueError):

@@ -26,6 +26,7 @@ from belayer_env.errors import (
     BelayerError,
     CheckpointRefused,
     Fault,
+    IncompatibleCheckpoint,
     InvalidInput,
     RestoreFailed,
     RuntimeFailed,
@@ -80,6 +81,7 @@ class RuncRuntime:
         self.runc = Path(runc)
         binary = find_criu()
         self.criu = binary.path if binary is not None else None
+        self.criu_version = ".".join(map(str, binary.version)) if binary is not None else ""
         self.user_namespace = Path("/proc/self/ns/user").exists() and _max_user_namespaces() > 0
         self.swap_accounting = (
             is_unified() or (_CGROUP_ROOT / "memory/memory.memsw.limit_in_bytes").exists()
@@ -94,6 +96,11 @@ class RuncRuntime:
     def restore(self, spec: SandboxSpec, saved_dir: Path, meta: Mapping[str, Any], home: Path) -> RuncSandbox:
         """See `SandboxRuntime.restore`."""
         image = resolve_image(spec.image, self.images_dir)
+        if image.digest != meta["image_digest"]:
+            raise IncompatibleCheckpoint(
+                f"{spec.image} has changed since the checkpoint was made, and its files with it: "
+                "bring the old image back, or begin a new episode"
+            )
         full = meta["tier"] == Tier.FULL
         if full and self.criu is None:
             raise RuntimeUnavailable(
@@ -227,6 +234,8 @@ class RuncSandbox:
             "tier": self.tier,
             "late_fifos": channel.late_fifos(),
             "shell_state": channel.shell_state().hex(),
+            "image_digest": self.image_digest,
+            "criu_version": self._runtime.criu_version,
         }
         return Saved(tier=self.tier, pause_s=pause_s, meta=meta)
 

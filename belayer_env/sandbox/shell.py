@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Protocol
 
-from belayer_env.errors import Fault, InvalidInput, SandboxFrozen, SandboxHung
+from belayer_env.errors import Fault, InvalidInput, NotText, SandboxFrozen, SandboxHung
 from belayer_env.sandbox.late_output import LATE_OUTPUT
 from belayer_env.sandbox.output import OutputBuffer
 from belayer_env.sandbox.procs import ProcStat, foreground
@@ -82,9 +82,10 @@ def check_command(command: str) -> bytes:
     """The bytes to run.
 
     Raises:
-        InvalidInput: no text, a NUL byte, or a lone surrogate."""
+        NotText: it is none.
+        InvalidInput: it holds a NUL byte or a lone surrogate."""
     if not isinstance(command, str):
-        raise InvalidInput(f"a command is text, not {type(command).__name__}")
+        raise NotText(f"a command is text, not {type(command).__name__}")
     if "\0" in command:
         raise InvalidInput(
             "a command cannot hold a NUL byte: no shell can read it; use printf '\\000' to make one"
