@@ -13,38 +13,30 @@ import contextlib
 import json
 import os
 import platform
-import select
 import shutil
-import signal
-import time
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from belayer_env.errors import (
-    BelayerError,
-    CheckpointRefused,
     Fault,
     IncompatibleCheckpoint,
-    InvalidInput,
     RestoreFailed,
     RuntimeFailed,
     RuntimeUnavailable,
-    SandboxGone,
-    SandboxOOM,
 )
 from belayer_env.host.command import which
 from belayer_env.host.criu_find import find_criu
 from belayer_env.sandbox import criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup, is_unified
+from belayer_env.sandbox.container import LIVENESS_DEADLINE_S, Container
 from belayer_env.sandbox.image import RootFs, resolve_image
 from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOSUID, mount, mount_overlay, unmount, unmount_below
-from belayer_env.sandbox.procs import ProcStat, read_procs
 from belayer_env.sandbox.runc_spec import dump_externals, oci_config, restore_externals
-from belayer_env.sandbox.shell import ShellChannel, populate_channel
+from belayer_env.sandbox.shell import populate_channel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
 __all__ = ["RuncRuntime", "RuncSandbox"]
@@ -54,8 +46,6 @@ _CHANNEL_OPTIONS = "size=32m,nr_inodes=4096,mode=755"
 """Room for a command of 16 MB twice; a bound on what a sandbox can write there."""
 _UNMAPPED_ID = 100_000
 _START_DEADLINE_S = 60.0
-_DEATH_DEADLINE_S = 10.0
-_LIVENESS_DEADLINE_S = 10.0
 
 
 class RuncRuntime:
@@ -165,12 +155,7 @@ class RuncSandbox:
         self._runtime = runtime
         self._image = image
         self._owner = _UNMAPPED_ID if runtime.user_namespace else 0
-        self._channel: ShellChannel | None = None
-        self._cgroup = Cgroup.find(_cgroup_name(self.id))
-        self._pid = 0
-        self._pidfd = -1
-        self._oom_kills = 0
-        self._lost: str | None = None
+        self._container = Container(spec, Cgroup.find(_cgroup_name(self.id)))
         self._config: dict[str, Any] = {}
 
     @property
@@ -178,109 +163,44 @@ class RuncSandbox:
         """See `Sandbox.tier`."""
         return self._runtime.tier
 
-    # -- what the shell channel asks (ChannelPeer)
-    # -------------------------------------------------------------
-
-    def init_pidfd(self) -> int:
-        """See `ChannelPeer.init_pidfd`."""
-        return self._pidfd
-
-    def death(self, *, begun: bool) -> Fault:
-        """See `ChannelPeer.death`."""
-        if self._cgroup.oom_kills() > self._oom_kills:
-            limit = self.spec.limits.memory_bytes
-            return SandboxOOM(
-                f"the sandbox ran out of memory (limit {limit} bytes) and died of it", begun=begun
-            )
-        return SandboxGone("the sandbox's init was killed", begun=begun)
-
-    def is_frozen(self) -> bool:
-        """See `ChannelPeer.is_frozen`."""
-        return self._cgroup.is_frozen()
-
-    def procs(self) -> list[ProcStat]:
-        """See `ChannelPeer.procs`."""
-        return read_procs(self._cgroup.pids())
-
     # -- Sandbox
     # -----------------------------------------------------------------------------------------------
 
     def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
         """See `Sandbox.run`."""
-        channel = self._require()
-        limits = self.spec.limits
-        self._oom_kills = self._cgroup.oom_kills()
-        return channel.run(
-            command,
-            timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
-            grace_s=limits.kill_grace_s,
-            output_bytes=limits.output_bytes,
-        )
+        return self._container.run(command, timeout_s=timeout_s)
 
     def save(self, into: Path) -> Saved:
         """See `Sandbox.save`."""
-        channel = self._require()
-        if self.is_frozen():
-            channel.ping()  # raises SandboxFrozen
-        try:
-            into.mkdir(mode=0o700)
-            pause_s = self._save_full(into) if self.tier is Tier.FULL else self._save_files(into)
-            self._prove_alive(channel)
-        except BaseException:
-            self._runtime.layers.drop(into / "layer")
-            shutil.rmtree(into, ignore_errors=True)
-            raise
-        meta = {
-            "tier": self.tier,
-            "late_fifos": channel.late_fifos(),
-            "shell_state": channel.shell_state().hex(),
-            "image_digest": self.image_digest,
-            "criu_version": self._runtime.criu_version,
-        }
-        return Saved(tier=self.tier, pause_s=pause_s, meta=meta)
+        layers, full = self._runtime.layers, self.tier is Tier.FULL
+        return self._container.save(
+            into,
+            tier=self.tier,
+            write=lambda: self._dump(into) if full else self._snapshot(into),
+            discard=layers.drop,
+            settle=lambda: layers.settle(self.home / "layer"),
+            meta={"image_digest": self.image_digest, "criu_version": self._runtime.criu_version},
+        )
 
     def processes(self) -> list[ProcessInfo]:
         """See `Sandbox.processes`."""
-        self._require()
-        procs = self.procs()
-        ns_pids = {proc.pid: proc.ns_pid for proc in procs}
-        return sorted(
-            (ProcessInfo(pid=p.ns_pid, ppid=ns_pids.get(p.ppid, 0), argv=p.argv) for p in procs),
-            key=lambda process: process.pid,
-        )
+        return self._container.processes()
 
     def is_alive(self) -> bool:
         """See `Sandbox.is_alive`."""
-        if self._pidfd < 0 or self._lost is not None:
-            return False
-        try:
-            signal.pidfd_send_signal(self._pidfd, 0)
-        except OSError:
-            return False
-        return not _is_zombie(self._pid)
+        return self._container.is_alive()
 
     def kill(self) -> None:
         """See `Sandbox.kill`."""
-        if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            self._await_death()
+        self._container.kill()
 
     def destroy(self) -> None:
         """See `Sandbox.destroy`."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
         # By name: whatever half-made start left behind is found too.
         cgroup = Cgroup.find(_cgroup_name(self.id))
         with contextlib.suppress(Exception):
             cgroup.kill_all()
-        if self._pidfd >= 0:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            self._await_death()
-            os.close(self._pidfd)
-            self._pidfd = -1
+        self._container.close()
         unmount(self.home / "rootfs")
         unmount(self.home / "ch")
         with contextlib.suppress(OSError):
@@ -302,10 +222,9 @@ class RuncSandbox:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
         populate_channel(channel, owner=self._owner, late_fifos=late_fifos, state=state)
         mount_overlay(self._image.path, self.home / "layer", self.home / "rootfs", flags=MS_NODEV)
-        self._channel = ShellChannel(channel, self, owner=self._owner)
+        self._container.open_channel(channel, owner=self._owner)
 
     def _launch(self, images: Path | None) -> None:
-        assert self._channel is not None
         self._config = oci_config(
             self.spec,
             sandbox_id=self.id,
@@ -324,25 +243,22 @@ class RuncSandbox:
             self._runc("run", "--detach", "--no-new-keyring", "--bundle", str(self.home), *pid_file, self.id)
         else:
             self._restore_processes(images)
-        self._pid = int((self.home / "pid").read_text())
-        try:
-            self._pidfd = os.pidfd_open(self._pid)
-            if images is None:
-                self._cgroup = Cgroup.of_pid(self._pid)
-        except ProcessLookupError as error:
-            raise SandboxGone("the sandbox's init died as it started") from error
+        init = int((self.home / "pid").read_text())
         if images is None:
-            self._channel.wait_ready()
-            self._enter_workdir()
+            self._container.attach(init)
+            self._container.require().wait_ready()
+            if not os.path.lexists(f"{self.home}/rootfs{self.spec.workdir}"):
+                self._container.enter_workdir()
         else:
-            self._channel.ping(_LIVENESS_DEADLINE_S)
+            self._container.attach(init, self._container.cgroup)
+            self._container.require().ping(LIVENESS_DEADLINE_S)
 
     def _restore_processes(self, images: Path) -> None:
         assert self._runtime.criu is not None
         script = self.home / "loopback.sh"
         script.write_text(resources.files(__package__).joinpath("loopback.sh").read_text())
         script.chmod(0o700)
-        self._cgroup = Cgroup.create(_cgroup_name(self.id))
+        cgroup = self._container.cgroup = Cgroup.create(_cgroup_name(self.id))
         criu.restore(
             criu.RestoreRequest(
                 criu=self._runtime.criu,
@@ -351,14 +267,14 @@ class RuncSandbox:
                 work=self.home / "criu",
                 pid_file=self.home / "pid",
                 externals=restore_externals(self._config),
-                cgroups=tuple(self._cgroup.paths.values()),
+                cgroups=tuple(cgroup.paths.values()),
                 action_script=script,
                 ghost_bytes=self.spec.limits.ghost_bytes,
             )
         )
         # Only now: CRIU and its helpers were counted as well.
         limits = self.spec.limits
-        self._cgroup.set_limits(memory_bytes=limits.memory_bytes, pids=limits.pids, cpus=limits.cpus)
+        cgroup.set_limits(memory_bytes=limits.memory_bytes, pids=limits.pids, cpus=limits.cpus)
 
     def _runc(self, *args: str) -> None:
         log = self.home / "runc.log"
@@ -371,110 +287,29 @@ class RuncSandbox:
             words = log.read_text(errors="replace").strip() if log.exists() else ""
             raise RuntimeFailed(f"runc {args[0]} failed: {words or f'exit status {code}'}")
 
-    def _enter_workdir(self) -> None:
-        """A working directory that the image lacks is made, as Docker does."""
-        assert self._channel is not None
-        if not os.path.lexists(f"{self.home}/rootfs{self.spec.workdir}"):
-            made = self._channel.run(
-                'mkdir -p -- "$BELAYER_WORKDIR" && cd -- "$BELAYER_WORKDIR"',
-                timeout_s=30,
-                grace_s=1,
-                output_bytes=4096,
-            )
-            if made.exit_code != 0:
-                raise InvalidInput(
-                    f"workdir {self.spec.workdir} cannot be made in this image: {made.output.strip()}"
-                )
-
     # -- checkpoint
     # --------------------------------------------------------------------------------------------
 
-    def _save_full(self, into: Path) -> float:
-        traced = criu.traced_process(self.procs())
-        if traced is not None:
-            name = " ".join(traced.argv) or "?"
-            raise CheckpointRefused(
-                f"the sandbox cannot be checkpointed: a debugger holds process {traced.ns_pid} ({name})",
-                cause="traced",
-                culprit=name,
-                pid=traced.pid,
-            )
+    def _dump(self, into: Path) -> None:
         assert self._runtime.criu is not None
         images = into / "images"
         images.mkdir(mode=0o700)
         request = criu.DumpRequest(
             criu=self._runtime.criu,
-            pid=self._pid,
+            pid=self._container.pid,
             root=self.home / "rootfs",
             images=images,
             work=self.home / "criu",
-            freezer=self._cgroup.freezer,
+            freezer=self._container.cgroup.freezer,
             externals=dump_externals(self._config),
             ghost_bytes=self.spec.limits.ghost_bytes,
         )
-        pause_s = self._frozen(lambda: criu.dump(request, lambda: self._snapshot(into)))
+        criu.dump(request, lambda: self._snapshot(into))
         # What runc restore asks for: where the first process's stdio led.
         (images / "descriptors.json").write_text('["/dev/null","/dev/null","/dev/null"]')
-        return pause_s
-
-    def _save_files(self, into: Path) -> float:
-        return self._frozen(lambda: self._snapshot(into))
 
     def _snapshot(self, into: Path) -> None:
         self._runtime.layers.snapshot(self.home / "layer", into / "layer")
-
-    def _frozen(self, act: Any) -> float:
-        """Seconds from freeze to thaw around ``act``, which must finish or leave the sandbox as it was;
-        anything else that ends it (a killed CRIU, an interrupt) counts the sandbox as lost."""
-        self._runtime.layers.settle(self.home / "layer")
-        started = time.monotonic()
-        try:
-            self._cgroup.freeze()
-            act()
-        except CheckpointRefused as refused:
-            if refused.cause in ("deadline", "killed"):
-                self._lose(f"CRIU ended in the middle of a dump: {refused}")
-            raise
-        except BelayerError:
-            raise
-        except BaseException:
-            self._lose("its checkpoint was interrupted")
-            raise
-        finally:
-            with contextlib.suppress(RuntimeFailed):
-                self._cgroup.thaw()
-        return time.monotonic() - started
-
-    def _prove_alive(self, channel: ShellChannel) -> None:
-        try:
-            channel.ping(_LIVENESS_DEADLINE_S)
-        except Fault as fault:
-            self._lose(f"it did not answer after its checkpoint: {fault}")
-            raise
-
-    # -- private
-    # -----------------------------------------------------------------------------------------------
-
-    def _require(self) -> ShellChannel:
-        if self._lost is not None:
-            raise SandboxGone(f"the sandbox is lost: {self._lost}")
-        if self._channel is None:
-            raise SandboxGone("the sandbox has been destroyed")
-        return self._channel
-
-    def _lose(self, why: str) -> None:
-        """A state nobody can vouch for is no state: end it."""
-        self._lost = why
-        with contextlib.suppress(Exception):
-            self._cgroup.kill_all()
-
-    def _await_death(self) -> None:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        if not poll.poll(20) and self.is_frozen():
-            with contextlib.suppress(RuntimeFailed):
-                self._cgroup.thaw()
-        poll.poll(int(_DEATH_DEADLINE_S * 1000))
 
 
 def _cgroup_name(sandbox_id: str) -> str:
@@ -487,13 +322,6 @@ def _write_hosts(rootfs: Path) -> None:
     # Not through a link: an image may point it anywhere on the host.
     if etc.is_dir() and not etc.is_symlink() and not os.path.lexists(hosts):
         hosts.write_text("127.0.0.1 localhost\n::1 localhost ip6-localhost\n127.0.1.1 sandbox\n")
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:
-        return True
 
 
 def _max_user_namespaces() -> int:

@@ -1,0 +1,286 @@
+"""One running container as the host's kernel shows it, whatever made it: its death, its freezer, its shell,
+and the frame of a checkpoint. Seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from belayer_env.errors import (
+    BelayerError,
+    CheckpointRefused,
+    Fault,
+    InvalidInput,
+    RuntimeFailed,
+    SandboxGone,
+    SandboxOOM,
+)
+from belayer_env.sandbox import criu
+from belayer_env.sandbox.base import ProcessInfo, Saved
+from belayer_env.sandbox.cgroup import Cgroup
+from belayer_env.sandbox.procs import ProcStat, read_procs
+from belayer_env.sandbox.shell import ShellChannel
+from belayer_env.spec import ExecResult, SandboxSpec, Tier
+
+__all__ = ["LIVENESS_DEADLINE_S", "Container"]
+
+LIVENESS_DEADLINE_S = 10.0
+_DEATH_DEADLINE_S = 10.0
+_DYING_S = 0.02
+"""What a killed init takes to be gone, unless it is frozen."""
+
+
+class Container:
+    """The processes of one sandbox: what both runtimes do alike once the container runs. `close` is owed.
+
+    A runtime opens the channel before the processes run, and calls `attach` as soon as init's pid is known.
+    ``was_oom`` is asked about a death when the cgroup, and with it the kernel's count, is gone already."""
+
+    def __init__(
+        self, spec: SandboxSpec, cgroup: Cgroup, *, was_oom: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.spec = spec
+        self.cgroup = cgroup
+        self.pid = 0
+        self._channel: ShellChannel | None = None
+        self._pidfd = -1
+        self._oom_kills = 0
+        self._was_oom = was_oom
+        self._lost: str | None = None
+
+    def open_channel(self, directory: Path, *, owner: int) -> None:
+        """Take up the host's end of a populated channel directory."""
+        self._channel = ShellChannel(directory, self, owner=owner)
+
+    def attach(self, pid: int, cgroup: Cgroup | None = None) -> None:
+        """Hold on to the container's init; without ``cgroup``, to the cgroup it is in.
+
+        Raises:
+            SandboxGone: it is dead already."""
+        try:
+            self._pidfd = os.pidfd_open(pid)
+            self.pid = pid
+            self.cgroup = cgroup or Cgroup.of_pid(pid)
+        except ProcessLookupError as error:
+            raise SandboxGone("the sandbox's init died as it started") from error
+
+    def require(self) -> ShellChannel:
+        """The channel of a container that is neither lost nor destroyed.
+
+        Raises:
+            SandboxGone: it is."""
+        if self._lost is not None:
+            raise SandboxGone(f"the sandbox is lost: {self._lost}")
+        if self._channel is None:
+            raise SandboxGone("the sandbox has been destroyed")
+        return self._channel
+
+    # -- what the shell channel asks (ChannelPeer)
+    # -------------------------------------------------------------
+
+    def init_pidfd(self) -> int:
+        """See `ChannelPeer.init_pidfd`."""
+        return self._pidfd
+
+    def death(self, *, begun: bool) -> Fault:
+        """See `ChannelPeer.death`."""
+        if self.cgroup.oom_kills() > self._oom_kills or self._was_oom():
+            limit = self.spec.limits.memory_bytes
+            return SandboxOOM(
+                f"the sandbox ran out of memory (limit {limit} bytes) and died of it", begun=begun
+            )
+        return SandboxGone("the sandbox's init was killed", begun=begun)
+
+    def is_frozen(self) -> bool:
+        """See `ChannelPeer.is_frozen`."""
+        return self.cgroup.is_frozen()
+
+    def procs(self) -> list[ProcStat]:
+        """See `ChannelPeer.procs`."""
+        return read_procs(self.cgroup.pids())
+
+    # -- Sandbox
+    # -----------------------------------------------------------------------------------------------
+
+    def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        """See `Sandbox.run`."""
+        channel = self.require()
+        limits = self.spec.limits
+        self._oom_kills = self.cgroup.oom_kills()
+        return channel.run(
+            command,
+            timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
+            grace_s=limits.kill_grace_s,
+            output_bytes=limits.output_bytes,
+        )
+
+    def enter_workdir(self) -> None:
+        """Make the working directory that the image lacks, as Docker does, and go there.
+
+        Raises:
+            InvalidInput: it cannot be made."""
+        made = self.require().run(
+            'mkdir -p -- "$BELAYER_WORKDIR" && cd -- "$BELAYER_WORKDIR"',
+            timeout_s=30,
+            grace_s=1,
+            output_bytes=4096,
+        )
+        if made.exit_code != 0:
+            raise InvalidInput(
+                f"workdir {self.spec.workdir} cannot be made in this image: {made.output.strip()}"
+            )
+
+    def save(
+        self,
+        into: Path,
+        *,
+        tier: Tier,
+        write: Callable[[], None],
+        discard: Callable[[Path], None],
+        settle: Callable[[], None],
+        meta: Mapping[str, Any],
+    ) -> Saved:
+        """The frame of `Sandbox.save`: ``settle``, freeze, ``write`` what the sandbox is into ``into``, thaw,
+        and prove that it answers. After any error ``discard(into / "layer")`` is called and ``into`` is gone.
+
+        ``meta`` is what the runtime adds to what a restore needs.
+
+        Raises:
+            Fault: see `Sandbox.save`."""
+        channel = self.require()
+        if self._has_died(0):
+            raise self.death(begun=False)
+        if self.is_frozen():
+            channel.ping()  # raises SandboxFrozen
+        try:
+            into.mkdir(mode=0o700)
+            if tier is Tier.FULL:
+                self._refuse_traced()
+            settle()
+            pause_s = self._frozen(write)
+            self._prove_alive(channel)
+        except BaseException as error:
+            discard(into / "layer")
+            shutil.rmtree(into, ignore_errors=True)
+            # Killed in mid-dump: what CRIU made of that is not the cause. A frozen one dies as it thaws.
+            if isinstance(error, Fault) and self._lost is None and self._has_died(_DYING_S):
+                raise self.death(begun=False) from error
+            raise
+        common = {
+            "tier": tier,
+            "late_fifos": channel.late_fifos(),
+            "shell_state": channel.shell_state().hex(),
+        }
+        return Saved(tier=tier, pause_s=pause_s, meta={**common, **meta})
+
+    def processes(self) -> list[ProcessInfo]:
+        """See `Sandbox.processes`."""
+        self.require()
+        procs = self.procs()
+        ns_pids = {proc.pid: proc.ns_pid for proc in procs}
+        return sorted(
+            (ProcessInfo(pid=p.ns_pid, ppid=ns_pids.get(p.ppid, 0), argv=p.argv) for p in procs),
+            key=lambda process: process.pid,
+        )
+
+    def is_alive(self) -> bool:
+        """See `Sandbox.is_alive`."""
+        if self._pidfd < 0 or self._lost is not None:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, 0)
+        except OSError:
+            return False
+        return not _is_zombie(self.pid)
+
+    def kill(self) -> None:
+        """See `Sandbox.kill`."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            self._await_death()
+
+    def close(self) -> None:
+        """Kill init and let go of it and of the channel. Idempotent, never raises."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._pidfd >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            self._await_death()
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    # -- private
+    # -----------------------------------------------------------------------------------------------
+
+    def _has_died(self, wait_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(int(wait_s * 1000)))
+
+    def _refuse_traced(self) -> None:
+        traced = criu.traced_process(self.procs())
+        if traced is not None:
+            name = " ".join(traced.argv) or "?"
+            raise CheckpointRefused(
+                f"the sandbox cannot be checkpointed: a debugger holds process {traced.ns_pid} ({name})",
+                cause="traced",
+                culprit=name,
+                pid=traced.pid,
+            )
+
+    def _frozen(self, act: Callable[[], None]) -> float:
+        """Seconds from freeze to thaw around ``act``, which must finish or leave the sandbox as it was;
+        anything else that ends it (a killed CRIU, an interrupt) counts the sandbox as lost."""
+        started = time.monotonic()
+        try:
+            self.cgroup.freeze()
+            act()
+        except CheckpointRefused as refused:
+            if refused.cause in ("deadline", "killed"):
+                self._lose(f"CRIU ended in the middle of a dump: {refused}")
+            raise
+        except BelayerError:
+            raise
+        except BaseException:
+            self._lose("its checkpoint was interrupted")
+            raise
+        finally:
+            with contextlib.suppress(RuntimeFailed):
+                self.cgroup.thaw()
+        return time.monotonic() - started
+
+    def _prove_alive(self, channel: ShellChannel) -> None:
+        try:
+            channel.ping(LIVENESS_DEADLINE_S)
+        except Fault as fault:
+            self._lose(f"it did not answer after its checkpoint: {fault}")
+            raise
+
+    def _lose(self, why: str) -> None:
+        """A state nobody can vouch for is no state: end it."""
+        self._lost = why
+        with contextlib.suppress(Exception):
+            self.cgroup.kill_all()
+
+    def _await_death(self) -> None:
+        if not self._has_died(_DYING_S) and self.is_frozen():
+            with contextlib.suppress(RuntimeFailed):
+                self.cgroup.thaw()
+        self._has_died(_DEATH_DEADLINE_S)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:
+        return True
