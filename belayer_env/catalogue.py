@@ -56,8 +56,9 @@ class Catalogue:
             pass  # so that a file that cannot be used is found now
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self, *, write: bool = True) -> Iterator[sqlite3.Connection]:
         """A transaction that sees no other's half: on disk when the block ends, undone when it raises.
+        One that does not ``write`` waits for no other process.
 
         Raises:
             StoreFull: no room.
@@ -68,7 +69,7 @@ class Catalogue:
             if self._connection is None:
                 self._connection = self._open()
             connection = self._connection
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
             try:
                 yield connection
                 connection.execute("COMMIT")

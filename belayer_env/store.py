@@ -18,10 +18,8 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from belayer_env import paths
 from belayer_env.catalogue import Catalogue
@@ -34,53 +32,26 @@ from belayer_env.errors import (
     InvalidInput,
     RuntimeFailed,
 )
+from belayer_env.homes import HomeRecord, read_home, write_owner
 from belayer_env.ledger import Ledger, Step
 from belayer_env.ownership import Owner
+from belayer_env.rows import (
+    EpisodeRecord,
+    checkpoint_ref,
+    checkpoint_row,
+    episode_record,
+    episode_row,
+    head_at,
+    live_rows,
+    load_ledger,
+)
 from belayer_env.sandbox.base import Saved
 from belayer_env.sandbox.layers import LayerStore, open_layers
 from belayer_env.spec import Task, Tier
 
 __all__ = ["EpisodeRecord", "HomeRecord", "Store"]
 
-OWNER_FILE = "owner.json"
 PARTIAL = ".partial-"
-LEDGER_LINE = """
-WITH RECURSIVE line (id, parent, number) AS (
-    SELECT steps.id, steps.parent, steps.number FROM steps, episodes
-     WHERE episodes.id = ? AND steps.id = episodes.head
-    UNION ALL
-    SELECT steps.id, steps.parent, steps.number FROM steps JOIN line ON steps.id = line.parent)
-"""
-"""The steps of an episode's ledger, as table ``line``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeRecord:
-    """An episode as the catalogue has it. ``task`` is `Task.to_json`; ``state`` is "open" or "closed"."""
-
-    id: str
-    task: Mapping[str, Any]
-    task_digest: str
-    runtime: str
-    policy: str
-    tier: Tier
-    state: str
-    owner: Owner | None
-    created_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HomeRecord:
-    """A sandbox's home. ``is_owned``: the process that made it lives. Where ``owner.json`` cannot be read,
-    ``runtime`` is empty and nobody owns it."""
-
-    id: str
-    path: Path
-    runtime: str
-    episode_id: str | None
-    pid: int
-    created_at: float
-    is_owned: bool
 
 
 class Store:
@@ -151,14 +122,14 @@ class Store:
 
         Raises:
             InvalidInput: there is none of this id."""
-        with self._catalogue.transaction() as db:
-            return _episode_record(_episode_row(db, episode_id))
+        with self._catalogue.transaction(write=False) as db:
+            return episode_record(episode_row(db, episode_id))
 
     def episodes(self) -> list[EpisodeRecord]:
         """All episodes, oldest first."""
-        with self._catalogue.transaction() as db:
+        with self._catalogue.transaction(write=False) as db:
             return [
-                _episode_record(row) for row in db.execute("SELECT * FROM episodes ORDER BY created_at, id")
+                episode_record(row) for row in db.execute("SELECT * FROM episodes ORDER BY created_at, id")
             ]
 
     def claim_episode(self, episode_id: str) -> EpisodeRecord:
@@ -168,7 +139,7 @@ class Store:
             InvalidInput: it is unknown or closed, or another living process owns it."""
         here = Owner.here()
         with self._catalogue.transaction() as db:
-            record = _episode_record(_episode_row(db, episode_id))
+            record = episode_record(episode_row(db, episode_id))
             if record.state != "open":
                 raise InvalidInput(f"episode {episode_id} is closed: begin a new one")
             if record.owner and record.owner != here and record.owner.is_alive():
@@ -176,12 +147,12 @@ class Store:
                     f"episode {episode_id} belongs to process {record.owner.pid}, which lives: end that first"
                 )
             db.execute("UPDATE episodes SET owner = ? WHERE id = ?", (here.token, episode_id))
-            return _episode_record(_episode_row(db, episode_id))
+            return episode_record(episode_row(db, episode_id))
 
     def end_episode(self, episode_id: str) -> None:
         """Close an episode: its steps and checkpoints are deleted, its record stays. Idempotent."""
         with self._catalogue.transaction() as db:
-            _episode_row(db, episode_id)
+            episode_row(db, episode_id)
             db.execute("UPDATE episodes SET state = 'closed', head = NULL WHERE id = ?", (episode_id,))
             db.execute("DELETE FROM steps WHERE episode_id = ?", (episode_id,))
             db.execute("UPDATE checkpoints SET state = 'dropped' WHERE episode_id = ?", (episode_id,))
@@ -195,7 +166,7 @@ class Store:
         Raises:
             InvalidInput: it does not follow the last step, or the episode is unknown or closed."""
         with self._catalogue.transaction() as db:
-            episode = _episode_row(db, episode_id)
+            episode = episode_row(db, episode_id)
             if episode["state"] != "open":
                 raise InvalidInput(f"episode {episode_id} is closed: it takes no more steps")
             last = db.execute("SELECT number FROM steps WHERE id = ?", (episode["head"],)).fetchone()
@@ -213,8 +184,8 @@ class Store:
 
         Raises:
             InvalidInput: there is no such episode."""
-        with self._catalogue.transaction() as db:
-            return _load_ledger(db, episode_id)
+        with self._catalogue.transaction(write=False) as db:
+            return load_ledger(db, episode_id)
 
     def cut_ledger(self, episode_id: str, to_step: int) -> None:
         """Drop the steps after ``to_step``. Checkpoints that hold a dropped step are listed no more, but stay
@@ -223,7 +194,7 @@ class Store:
         Raises:
             InvalidInput: the ledger is not that long."""
         with self._catalogue.transaction() as db:
-            head = _head_at(db, episode_id, to_step)
+            head = head_at(db, episode_id, to_step)
             db.execute("UPDATE episodes SET head = ? WHERE id = ?", (head, episode_id))
 
     def rewind_ledger(self, ref: CheckpointRef) -> Ledger:
@@ -233,9 +204,9 @@ class Store:
         Raises:
             ForeignCheckpoint: the checkpoint has been dropped."""
         with self._catalogue.transaction() as db:
-            row = _checkpoint_row(db, ref.id)
+            row = checkpoint_row(db, ref.id)
             db.execute("UPDATE episodes SET head = ? WHERE id = ?", (row["head"], row["episode_id"]))
-            return _load_ledger(db, row["episode_id"])
+            return load_ledger(db, row["episode_id"])
 
     # Checkpoints
 
@@ -281,8 +252,8 @@ class Store:
             size_bytes=0,
         )
         try:
-            with self._catalogue.transaction() as db:
-                head = _head_at(db, episode_id, step)
+            with self._catalogue.transaction(write=False) as db:
+                head = head_at(db, episode_id, step)
             manifest = self._seal(staging, ref, saved, runtime, image_digest, criu_version)
             # The row comes before the rename, so that a directory without a row is nobody's; but it counts
             # only from the second transaction on.
@@ -322,8 +293,8 @@ class Store:
     def checkpoints(self, episode_id: str) -> list[CheckpointRef]:
         """The checkpoints that the ledger as it is now grew from: the one with most steps first, of equals
         the newest. Not: damaged and dropped ones, and those that hold steps which have been cut."""
-        with self._catalogue.transaction() as db:
-            return [_ref(row) for row in _live_rows(db, episode_id)]
+        with self._catalogue.transaction(write=False) as db:
+            return [checkpoint_ref(row) for row in live_rows(db, episode_id)]
 
     def open_checkpoint(self, checkpoint: CheckpointRef | str) -> tuple[Manifest, Path]:
         """A checkpoint's manifest and directory, verified now. A damaged one is marked, and listed no more.
@@ -332,10 +303,12 @@ class Store:
             ForeignCheckpoint: it is unknown or has been dropped, or is not what its ref says.
             CheckpointCorrupt: it is damaged."""
         checkpoint_id = checkpoint if isinstance(checkpoint, str) else checkpoint.id
-        with self._catalogue.transaction() as db:
-            row = _checkpoint_row(db, checkpoint_id)
-        if isinstance(checkpoint, CheckpointRef) and checkpoint != _ref(row):
-            raise ForeignCheckpoint(f"checkpoint {checkpoint_id} of this store is another one: {_ref(row)}")
+        with self._catalogue.transaction(write=False) as db:
+            row = checkpoint_row(db, checkpoint_id)
+        if isinstance(checkpoint, CheckpointRef) and checkpoint != checkpoint_ref(row):
+            raise ForeignCheckpoint(
+                f"checkpoint {checkpoint_id} of this store is another one: {checkpoint_ref(row)}"
+            )
         directory = self._checkpoints / checkpoint_id
         try:
             if row["state"] == "damaged":
@@ -365,7 +338,7 @@ class Store:
         if keep < 0:
             raise InvalidInput(f"keep counts checkpoints, not {keep}")
         with self._catalogue.transaction() as db:
-            unpinned = [row["id"] for row in _live_rows(db, episode_id) if not row["pinned"]]
+            unpinned = [row["id"] for row in live_rows(db, episode_id) if not row["pinned"]]
             kept = json.dumps(unpinned[:keep])
             db.execute(
                 "UPDATE checkpoints SET state = 'dropped' WHERE episode_id = ?"
@@ -396,16 +369,7 @@ class Store:
         with disk_errors(f"making the sandbox home {home}"):
             try:
                 making.mkdir(mode=0o700)
-                facts = {
-                    "owner": owner.token,
-                    "pid": owner.pid,
-                    "start_time": owner.start,
-                    "boot_id": owner.boot,
-                    "runtime": runtime,
-                    "episode_id": episode_id,
-                    "created_at": time.time(),
-                }
-                (making / OWNER_FILE).write_text(json.dumps(facts))
+                write_owner(making, owner, runtime=runtime, episode_id=episode_id)
                 making.rename(home)
             except BaseException:
                 self.layers.drop(making)
@@ -414,7 +378,7 @@ class Store:
 
     def homes(self) -> list[HomeRecord]:
         """All homes in the store, whosever they are, oldest first."""
-        found = [_home_record(path) for path in self._sandboxes.iterdir()]
+        found = [read_home(path) for path in self._sandboxes.iterdir()]
         return sorted(found, key=lambda home: (home.created_at, home.id))
 
     # What dead processes left
@@ -423,7 +387,7 @@ class Store:
         """What `sweep_partials` would remove from the disk."""
         # The directories first: one that has no row by the time we look had none when we saw it, or is gone.
         seen = sorted([*self._checkpoints.iterdir(), *self._tmp.iterdir()])
-        with self._catalogue.transaction() as db:
+        with self._catalogue.transaction(write=False) as db:
             rows = {row["id"]: row for row in db.execute("SELECT id, state, owner FROM checkpoints")}
         return [path for path in seen if self._is_orphan(path, rows)]
 
@@ -490,7 +454,7 @@ class Store:
 
     def _remove_dropped(self, episode_id: str | None = None) -> None:
         # Rows are marked first and deleted last: whoever dies in between leaves work for sweep_partials.
-        with self._catalogue.transaction() as db:
+        with self._catalogue.transaction(write=False) as db:
             rows = db.execute(
                 "SELECT id FROM checkpoints WHERE state = 'dropped' AND episode_id = coalesce(?, episode_id)",
                 (episode_id,),
@@ -509,89 +473,3 @@ def _new_name() -> str:
 def _is_alive(token: str) -> bool:
     owner = Owner.parse(token)
     return owner is not None and owner.is_alive()
-
-
-def _episode_row(db: sqlite3.Connection, episode_id: str) -> sqlite3.Row:
-    row: sqlite3.Row | None = db.execute("SELECT * FROM episodes WHERE id = ?", (episode_id,)).fetchone()
-    if row is None:
-        raise InvalidInput(f"there is no episode {episode_id!r} in this store")
-    return row
-
-
-def _episode_record(row: sqlite3.Row) -> EpisodeRecord:
-    return EpisodeRecord(
-        id=row["id"],
-        task=json.loads(row["task"]),
-        task_digest=row["task_digest"],
-        runtime=row["runtime"],
-        policy=row["policy"],
-        tier=Tier(row["tier"]),
-        state=row["state"],
-        owner=Owner.parse(row["owner"]),
-        created_at=row["created_at"],
-    )
-
-
-def _load_ledger(db: sqlite3.Connection, episode_id: str) -> Ledger:
-    _episode_row(db, episode_id)
-    rows = db.execute(
-        LEDGER_LINE + "SELECT data FROM steps JOIN line USING (id) ORDER BY line.number", (episode_id,)
-    )
-    return Ledger(Step.from_json(json.loads(row["data"])) for row in rows)
-
-
-def _head_at(db: sqlite3.Connection, episode_id: str, step: int) -> int | None:
-    _episode_row(db, episode_id)
-    if step == 0:
-        return None
-    row = db.execute(LEDGER_LINE + "SELECT id FROM line WHERE number = ?", (episode_id, step)).fetchone()
-    if row is None:
-        raise InvalidInput(f"the ledger of {episode_id} has no step {step}")
-    head: int = row["id"]
-    return head
-
-
-def _live_rows(db: sqlite3.Connection, episode_id: str) -> list[sqlite3.Row]:
-    return db.execute(
-        LEDGER_LINE + "SELECT * FROM checkpoints WHERE episode_id = ? AND state = 'live'"
-        " AND (head IS NULL OR head IN (SELECT id FROM line)) ORDER BY step DESC, seq DESC",
-        (episode_id, episode_id),
-    ).fetchall()
-
-
-def _checkpoint_row(db: sqlite3.Connection, checkpoint_id: str) -> sqlite3.Row:
-    row: sqlite3.Row | None = db.execute(
-        "SELECT * FROM checkpoints WHERE id = ? AND state IN ('live', 'damaged')", (checkpoint_id,)
-    ).fetchone()
-    if row is None:
-        raise ForeignCheckpoint(f"checkpoint {checkpoint_id} has been dropped, or is not of this store")
-    return row
-
-
-def _ref(row: sqlite3.Row) -> CheckpointRef:
-    return CheckpointRef(
-        id=row["id"],
-        episode_id=row["episode_id"],
-        task_digest=row["task_digest"],
-        step=row["step"],
-        tier=Tier(row["tier"]),
-        size_bytes=row["size_bytes"],
-    )
-
-
-def _home_record(path: Path) -> HomeRecord:
-    try:
-        facts = json.loads((path / OWNER_FILE).read_text())
-        return HomeRecord(
-            id=path.name,
-            path=path,
-            runtime=facts["runtime"],
-            episode_id=facts["episode_id"],
-            pid=facts["pid"],
-            created_at=facts["created_at"],
-            is_owned=_is_alive(facts["owner"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return HomeRecord(
-            id=path.name, path=path, runtime="", episode_id=None, pid=0, created_at=0.0, is_owned=False
-        )
