@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import tenacity
 
@@ -102,8 +103,7 @@ class Recovery:
         Raises:
             TaskSetupFailed: a setup command failed.
             Fault, SetupError: the sandbox could not be made, or died in its setup."""
-        home = self._store.new_home(self._episode_id, self._runtime.name)
-        sandbox = self._made(lambda: self._runtime.create(self._task.sandbox, home))
+        sandbox = self._made(lambda home: self._runtime.create(self._task.sandbox, home))
         try:
             for command in self._task.setup:
                 result = sandbox.run(command, timeout_s=self._task.limits.setup_timeout_s)
@@ -127,8 +127,9 @@ class Recovery:
             RestoreFailed: it did not come back to life."""
         manifest, directory = self._store.open_checkpoint(ref)
         check_host(manifest, host_fingerprint(manifest.host.criu_version), runtime=self._runtime.name)
-        home = self._store.new_home(self._episode_id, self._runtime.name)
-        return self._made(lambda: self._runtime.restore(self._task.sandbox, directory, manifest.meta, home))
+        return self._made(
+            lambda home: self._runtime.restore(self._task.sandbox, directory, manifest.meta, home)
+        )
 
     def recover(self, ledger: Ledger) -> Recovered:
         """A sandbox in which exactly the ledger's steps have been executed.
@@ -187,8 +188,18 @@ class Recovery:
             # What it raises, it raised then too, or recovery would not be here for this step.
             self._task.reward(sandbox, Ledger(self._store.load_ledger(self._episode_id).prefix(step.number)))
 
-    def _made(self, make: Callable[[], Sandbox]) -> Sandbox:
-        return self._retrying(make)
+    def _made(self, make: Callable[[Path], Sandbox]) -> Sandbox:
+        """A sandbox in a home of its own, which is gone again if it could not be made."""
+
+        def attempt() -> Sandbox:
+            home = self._store.new_home(self._episode_id, self._runtime.name)
+            try:
+                return make(home)
+            except BaseException:
+                self._runtime.sweep(home)
+                raise
+
+        return self._retrying(attempt)
 
 
 def _difference(step: Step, result: ExecResult) -> str:

@@ -12,7 +12,7 @@ from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.spec import Tier
 from belayer_env.store import Store
 
-__all__ = ["NAMES", "TierWarning", "open_runtime"]
+__all__ = ["NAMES", "TierWarning", "open_runtime", "open_sweeper"]
 
 NAMES = ("runc", "docker")
 """In the order in which "auto" prefers them."""
@@ -48,6 +48,18 @@ def open_runtime(
     return found
 
 
+def open_sweeper(name: str, store: Store) -> SandboxRuntime:
+    """A runtime to sweep homes with: whatever tier it gives, and if its parts have been uninstalled, as far as it
+    goes without them.
+
+    Raises:
+        InvalidInput: no such name.
+        RuntimeUnavailable: not even that."""
+    if name not in NAMES:
+        raise InvalidInput(f"no runtime {name!r}: its sandboxes must be removed by what made them")
+    return _made(name, store, Tier.FILES, "only to sweep")
+
+
 def _named(name: str, store: Store) -> SandboxRuntime:
     if name == "auto":
         name = _best()
@@ -57,6 +69,10 @@ def _named(name: str, store: Store) -> SandboxRuntime:
     tier, reason = runtime_tier(name)
     if tier is None:
         raise RuntimeUnavailable(f"the {name} runtime cannot run here: {reason}")
+    return _made(name, store, tier, reason)
+
+
+def _made(name: str, store: Store, tier: Tier, reason: str) -> SandboxRuntime:
     # Imported when asked for: the Docker SDK alone takes 0.2 s.
     if name == "docker":
         from belayer_env.sandbox.docker import DockerRuntime

@@ -20,6 +20,14 @@ COMMANDS = {
         "belayer_env.cli.doctor:doctor",
         "Show what this host has, and what mends it.",
     ),
+    "ps": (
+        "belayer_env.cli.ps:ps",
+        "List the sandboxes there are, and whose they are.",
+    ),
+    "gc": (
+        "belayer_env.cli.ps:gc",
+        "Remove what dead processes left behind.",
+    ),
 }
 """Name -> ("module:object", one line for --help); the object is a function with typer's annotations, or a
 Typer."""

@@ -1,0 +1,57 @@
+"""What processes that died left on this host, and its removal: sandboxes, half-made checkpoints, episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from belayer_env.errors import BelayerError
+from belayer_env.runtimes import open_sweeper
+from belayer_env.store import Store
+
+__all__ = ["Collected", "collect_garbage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What one collection removed, by id, and what it could not ("id: why").
+
+    ``resumable``: open episodes whose process is dead. They stay, with their checkpoints, unless asked for."""
+
+    sandboxes: tuple[str, ...]
+    partials: tuple[str, ...]
+    episodes: tuple[str, ...]
+    resumable: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+def collect_garbage(store: Store, *, episodes: bool = False) -> Collected:
+    """Remove the sandboxes, mounts, namespaces, cgroups and files that have no living owner.
+
+    ``episodes``: end the open episodes of dead processes as well; they cannot be resumed then. Idempotent, and
+    harmless beside running envs: what a living process owns is not touched."""
+    swept, failed = [], []
+    for home in store.homes():
+        if home.is_owned:
+            continue
+        try:
+            # A home whose owner.json is unreadable says no runtime; runc's sweep goes by the home's name alone.
+            open_sweeper(home.runtime or "runc", store).sweep(home.path)
+            swept.append(home.id)
+        except BelayerError as error:
+            failed.append(f"{home.id}: {error}")
+    abandoned = [
+        record.id
+        for record in store.episodes()
+        if record.state == "open" and (record.owner is None or not record.owner.is_alive())
+    ]
+    if episodes:
+        for episode_id in abandoned:
+            store.end_episode(episode_id)
+    partials = store.sweep_partials()
+    return Collected(
+        sandboxes=tuple(swept),
+        partials=tuple(path.name for path in partials),
+        episodes=tuple(abandoned) if episodes else (),
+        resumable=() if episodes else tuple(abandoned),
+        failed=tuple(failed),
+    )
