@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ class Container:
         self.pid = 0
         self._channel: ShellChannel | None = None
         self._pidfd = -1
+        self._closing = threading.Lock()
         self._oom_kills = 0
         self._was_oom = was_oom
         self._lost: str | None = None
@@ -201,11 +203,18 @@ class Container:
         return not _is_zombie(self.pid)
 
     def kill(self) -> None:
-        """See `Sandbox.kill`."""
-        if self._pidfd >= 0:
+        """See `Sandbox.kill`. A drill may call it from a second thread while a command runs."""
+        with self._closing:
+            if self._pidfd < 0:
+                return
+            # One of our own: the first thread closes its as soon as it has seen init die.
+            pidfd = os.dup(self._pidfd)
+        try:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            self._await_death()
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            self._await_death(pidfd)
+        finally:
+            os.close(pidfd)
 
     def close(self) -> None:
         """Kill init and let go of it and of the channel. Idempotent, never raises."""
@@ -215,17 +224,16 @@ class Container:
         if self._pidfd >= 0:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            self._await_death()
-            os.close(self._pidfd)
-            self._pidfd = -1
+            self._await_death(self._pidfd)
+            with self._closing:
+                os.close(self._pidfd)
+                self._pidfd = -1
 
     # -- private
     # -----------------------------------------------------------------------------------------------
 
     def _has_died(self, wait_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(int(wait_s * 1000)))
+        return _is_readable(self._pidfd, wait_s)
 
     def _refuse_traced(self) -> None:
         traced = criu.traced_process(self.procs())
@@ -272,11 +280,17 @@ class Container:
         with contextlib.suppress(Exception):
             self.cgroup.kill_all()
 
-    def _await_death(self) -> None:
-        if not self._has_died(_DYING_S) and self.is_frozen():
+    def _await_death(self, pidfd: int) -> None:
+        if not _is_readable(pidfd, _DYING_S) and self.is_frozen():
             with contextlib.suppress(RuntimeFailed):
                 self.cgroup.thaw()
-        self._has_died(_DEATH_DEADLINE_S)
+        _is_readable(pidfd, _DEATH_DEADLINE_S)
+
+
+def _is_readable(fd: int, wait_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(int(wait_s * 1000)))
 
 
 def _is_zombie(pid: int) -> bool:
