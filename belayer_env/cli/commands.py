@@ -28,6 +28,10 @@ COMMANDS = {
         "belayer_env.cli.ps:gc",
         "Remove what dead processes left behind.",
     ),
+    "demo": (
+        "belayer_env.cli.demo:demo",
+        "Play an agent's episode twice, once through two kills, and compare.",
+    ),
 }
 """Name -> ("module:object", one line for --help); the object is a function with typer's annotations, or a
 Typer."""
