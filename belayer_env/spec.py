@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ class Task:
 
     image: str
     instruction: str = ""
-    setup: tuple[str, ...] = ()
+    setup: Sequence[str] = ()
     reward: Reward | None = None
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)

@@ -119,7 +119,9 @@ def test_info_holds_only_facts_of_the_step(env: ContainerEnv) -> None:
     assert info == {"exit_code": 3, "timed_out": False, "output_truncated": False, "shell_restarted": True}
 
 
-@pytest.mark.parametrize("command", ["printf 'é→\\033[0m\\t\\000'", "true", "seq 1000000", "head -c 5000 /bin/true"])
+@pytest.mark.parametrize(
+    "command", ["printf 'é→\\033[0m\\t\\000'", "true", "seq 1000000", "head -c 5000 /bin/true"]
+)
 def test_every_real_output_is_in_the_observation_space(env: ContainerEnv, command: str) -> None:
     env.reset()
     observation = env.step(command)[0]
@@ -254,7 +256,9 @@ def test_checkpoints_of_another_task_or_episode_are_refused(task: Task, image: s
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_autoreset_runs_no_action_in_the_wrong_episode(task: Task, store_dir: Path, mode: AutoresetMode) -> None:
+def test_autoreset_runs_no_action_in_the_wrong_episode(
+    task: Task, store_dir: Path, mode: AutoresetMode
+) -> None:
     def make() -> ContainerEnv:
         return ContainerEnv(task, store=store_dir, policy="never")
 
@@ -274,7 +278,9 @@ def test_autoreset_runs_no_action_in_the_wrong_episode(task: Task, store_dir: Pa
             assert observations[0] == "fix the bug"
         listing, *_ = vector.step(("ls /tmp", "true"))
         assert "X" not in listing[0]
-        assert [step.action for step in vector.envs[0].unwrapped.episode.ledger.steps] == ["ls /tmp"]
+        first = vector.envs[0].unwrapped
+        assert isinstance(first, ContainerEnv)
+        assert [step.action for step in first.episode.ledger.steps] == ["ls /tmp"]
         # One container an episode: two live ones, and nothing of the one that ended.
         assert len(list((store_dir / "sandboxes").iterdir())) == 2
     finally:
