@@ -98,9 +98,10 @@ def install_criu(
     prefix = paths.criu_prefix()
     prefix.parent.mkdir(parents=True, exist_ok=True)
     refusals: list[str] = []
+    failed: set[str] = set()
     for source in candidate_suites(distribution, own[0] if own else None, mirror=mirror, suite=suite):
         with tempfile.TemporaryDirectory(prefix="criu.new-", dir=prefix.parent) as aside:
-            refusal = _try_suite(source, Path(aside), prefix, report)
+            refusal = _try_suite(source, Path(aside), prefix, failed, report)
         if not refusal:
             forget()
             binary = good_criu()
@@ -116,8 +117,10 @@ def install_criu(
     )
 
 
-def _try_suite(source: Source, aside: Path, prefix: Path, report: Callable[[str], None]) -> str:
-    """Install from this one suite; empty on success, else why not."""
+def _try_suite(
+    source: Source, aside: Path, prefix: Path, failed: set[str], report: Callable[[str], None]
+) -> str:
+    """Install from this one suite; empty on success, else why not. ``failed``: versions not to try again."""
     suite = source.suites[0]
     report(f"looking for CRIU in {suite}")
     apt = PrivateApt(aside / "apt", [source])
@@ -135,6 +138,8 @@ def _try_suite(source: Source, aside: Path, prefix: Path, report: Callable[[str]
     version = parse_version(text)
     if version is None or version < MINIMUM:
         return f"its CRIU is {text}, which is too old" if text else "it has no CRIU"
+    if text in failed:
+        return f"it has the same CRIU {text}"
     report(f"downloading CRIU {text} from {suite}")
     files = apt.download(["criu"])
     report(f"unpacking {len(files)} packages")
@@ -144,6 +149,7 @@ def _try_suite(source: Source, aside: Path, prefix: Path, report: Callable[[str]
     loader, libraries = _bind(fresh, prefix)
     trial = run([loader, "--library-path", libraries, fresh / "usr/sbin/criu", "check"], timeout_s=30)
     if not trial.ok:
+        failed.add(text)
         return f"CRIU {text} does not pass `criu check` here: {trial.tail(3)}"
     _replace(fresh, prefix)
     return ""

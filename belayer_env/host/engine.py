@@ -24,9 +24,10 @@ from belayer_env.host.command import search_path, which
 from belayer_env.host.criu_find import CriuBinary, check_criu, find_criu, read_version
 from belayer_env.host.facts import EngineFacts
 
-__all__ = ["gather_engine", "start_engine", "stop_engine"]
+__all__ = ["connection_refusal", "gather_engine", "start_engine", "stop_engine"]
 
-DEFAULT_SOCKET = "unix:///var/run/docker.sock"
+LOCAL = "unix://"
+DEFAULT_SOCKET = f"{LOCAL}/var/run/docker.sock"
 ENGINE_TIMEOUT_S = 10
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -37,8 +38,10 @@ WITHOUT_BRIDGE = ("--iptables=false", "--bridge=none")
 
 def gather_engine() -> EngineFacts:
     """What the Docker Engine says of itself, and the CRIU that it would find."""
-    host = os.environ.get("DOCKER_HOST") or DEFAULT_SOCKET
+    host = _address()
     installed = which("dockerd") is not None
+    if refusal := connection_refusal():
+        return EngineFacts(installed=installed, refusal=refusal)
     try:
         client = docker.from_env(timeout=ENGINE_TIMEOUT_S)
         try:
@@ -47,8 +50,8 @@ def gather_engine() -> EngineFacts:
             client.close()
     except (DockerException, requests.RequestException, OSError) as error:
         return EngineFacts(installed=installed, refusal=str(error) or type(error).__name__)
-    is_local = host.startswith("unix://")
-    path = _engine_path(Path(host.removeprefix("unix://"))) if is_local else None
+    is_local = host.startswith(LOCAL)
+    path = _engine_path(Path(host.removeprefix(LOCAL))) if is_local else None
     criu = _criu_on(path) if path is not None else None
     return EngineFacts(
         installed=installed,
@@ -60,6 +63,20 @@ def gather_engine() -> EngineFacts:
         criu=criu,
         criu_refusal=check_criu(criu) if criu is not None and criu.is_recent else "",
     )
+
+
+def connection_refusal() -> str:
+    """Why nobody listens at the Engine's local address; empty where somebody does, or on another host.
+
+    To be asked before a client of the Docker SDK is made: one that cannot connect leaves its socket open."""
+    host = _address()
+    if not host.startswith(LOCAL):
+        return ""
+    try:
+        _connect(Path(host.removeprefix(LOCAL))).close()
+    except OSError as error:
+        return f"{host}: {error.strerror or error}"
+    return ""
 
 
 def start_engine(*, report: Callable[[str], None] = lambda _: None) -> str:
@@ -167,15 +184,28 @@ def _record_path() -> Path:
     return paths.data_dir() / "dockerd.json"
 
 
+def _address() -> str:
+    return os.environ.get("DOCKER_HOST") or DEFAULT_SOCKET
+
+
+def _connect(listening: Path) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.settimeout(ENGINE_TIMEOUT_S)
+        connected.connect(str(listening))
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
 def _engine_path(listening: Path) -> str | None:
     """PATH of the process that starts runc for the Engine: its containerd; None where it cannot be read.
 
     The one who listens on the Engine's socket is dockerd, or systemd on its behalf; a containerd of its own
     is its child, and a system-wide one has a PATH of its own."""
     try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(ENGINE_TIMEOUT_S)
-            probe.connect(str(listening))
+        with _connect(listening) as probe:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         listener = struct.unpack("3i", credentials)[0]
         containerds = [p for p in psutil.process_iter(["name", "ppid"]) if p.info["name"] == "containerd"]

@@ -230,26 +230,21 @@ def _from_tar(archive: Path, kept: _Kept) -> RootFs:
     source = f"rootfs:{archive}"
     try:
         facts = archive.stat()
-        readable = archive.open("rb")
+        # Looked at before it is opened: opening a FIFO would wait for ever.
+        if not stat.S_ISREG(facts.st_mode):
+            raise ImageUnreadable(f"{source} is neither a directory nor a file")
+        if not facts.st_size:
+            raise ImageUnreadable(f"{source} is empty")
+        key = f"tar {archive.resolve()} {facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
+        if (there := kept.recall(key)) is not None:
+            return there
+        digest = f"blake3:{blake3(max_threads=blake3.AUTO).update_mmap(archive).hexdigest()}"
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ImageNotFound(
             f"{source} does not exist: name a directory, or a tar such as `docker export CONTAINER` writes"
         ) from error
     except OSError as error:
         raise ImageUnreadable(f"{source} cannot be read: {error}") from error
-    with readable:
-        if not stat.S_ISREG(facts.st_mode):
-            raise ImageUnreadable(f"{source} is neither a directory nor a file")
-        key = f"tar {archive.resolve()} {facts.st_dev} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
-        if (there := kept.recall(key)) is not None:
-            return there
-        digest = (
-            f"blake3:{blake3(max_threads=blake3.AUTO).update_mmap(archive).hexdigest()}"
-            if facts.st_size
-            else ""
-        )
-    if not digest:
-        raise ImageUnreadable(f"{source} is empty")
     with kept.aside() as aside:
         there = kept.get(digest)
         if there is None:
@@ -319,6 +314,10 @@ def _from_engine(name: str, kept: _Kept) -> RootFs | None:
     from docker.errors import DockerException
     from docker.errors import ImageNotFound as Unknown
 
+    from belayer_env.host.engine import connection_refusal
+
+    if connection_refusal():
+        return None
     try:
         client = docker.from_env(timeout=ENGINE_TIMEOUT_S)
     except (DockerException, requests.RequestException):
