@@ -93,7 +93,8 @@ class Container:
 
     def death(self, *, begun: bool) -> Fault:
         """See `ChannelPeer.death`."""
-        if self.cgroup.oom_kills() > self._oom_kills or self._was_oom():
+        # Who remembers kills for us does not tell this one from those of earlier steps.
+        if self.cgroup.oom_kills() > self._oom_kills or (self._oom_kills == 0 and self._was_oom()):
             limit = self.spec.limits.memory_bytes
             return SandboxOOM(
                 f"the sandbox ran out of memory (limit {limit} bytes) and died of it", begun=begun

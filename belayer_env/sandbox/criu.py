@@ -39,7 +39,9 @@ _CACHE_DIR = Path("/dev/shm/belayer-criu")
 class DumpRequest:
     """One dump: of the tree under ``pid`` (host pid of the container's init), into ``images``.
 
-    ``externals``: --external arguments, the mounts that come from outside. ``freezer``: the frozen cgroup."""
+    ``externals``: --external arguments, the mounts that come from outside. ``freezer``: the frozen cgroup.
+    ``manage_cgroups``: "ignore" where the restore is to choose the cgroups, or a mode that it needs in the
+    images."""
 
     criu: Path
     pid: int
@@ -49,13 +51,16 @@ class DumpRequest:
     freezer: Path
     externals: tuple[str, ...]
     ghost_bytes: int
+    manage_cgroups: str = "ignore"
+    tcp_established: bool = True
 
     def argv(self) -> list[str]:
         """The command line."""
         argv = [str(self.criu), "dump", "--no-default-config", "-v2", "-o", "dump.log", "-t", str(self.pid)]
         argv += ["-D", str(self.images), "-W", str(self.work), "--root", str(self.root)]
-        argv += ["--leave-running", "--freeze-cgroup", str(self.freezer), "--manage-cgroups=ignore"]
-        argv += ["--timeout", str(COLLECT_DEADLINE_S), *_COMMON, "--ghost-fiemap"]
+        argv += ["--leave-running", "--freeze-cgroup", str(self.freezer)]
+        argv += [f"--manage-cgroups={self.manage_cgroups}", "--timeout", str(COLLECT_DEADLINE_S)]
+        argv += [*_COMMON, "--ghost-fiemap", *(["--tcp-established"] if self.tcp_established else [])]
         argv += ["--ghost-limit", str(self.ghost_bytes)]
         return argv + _external(self.externals)
 
@@ -83,6 +88,7 @@ class RestoreRequest:
         argv = [str(self.criu), "restore", "--no-default-config", "-v2", "-o", "restore.log"]
         argv += ["--restore-detached", "-D", str(self.images), "-W", str(self.work), "--root", str(self.root)]
         argv += ["--pidfile", str(self.pid_file), "--manage-cgroups=ignore", *_COMMON]
+        argv += ["--tcp-established"]
         # Sizes, not build ids: the files come from the same snapshot, and reading ELF notes takes time.
         argv += ["--file-validation", "filesize", "--action-script", str(self.action_script)]
         argv += ["--ghost-limit", str(self.ghost_bytes)]
@@ -92,8 +98,7 @@ class RestoreRequest:
 # The network namespace comes back empty (an action script brings its loopback up) and nothing is locked: the
 # sandbox is frozen, and nobody outside can reach it.
 _COMMON = (
-    "--empty-ns", "net", "--network-lock", "skip", "--tcp-established", "--ext-unix-sk", "--file-locks",
-    "--link-remap",
+    "--empty-ns", "net", "--network-lock", "skip", "--ext-unix-sk", "--file-locks", "--link-remap",
 )  # fmt: skip
 
 

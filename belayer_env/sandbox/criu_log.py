@@ -18,6 +18,17 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ("io_uring", r"io_uring", "a process uses io_uring"),
     ("inotify", r"fsnotify|inotify|fanotify", "a process watches a file by inotify that has no file handle"),
     ("traced", r"ptrace|[Ss]eize|traced|Unable to (?:freeze|interrupt)", "a debugger holds a process"),
+    (
+        "tcp-connection",
+        r"Connected TCP socket",
+        "a TCP connection is open, and the Engine's runc restores none; echo tcp-established "
+        ">>/etc/criu/runc.conf allows it",
+    ),
+    (
+        "foreign-user",
+        r"Can't get rlimit",
+        "a process of another user, whose limits root cannot read here without CAP_SYS_RESOURCE",
+    ),
     ("deadline", r"[Tt]imeout", "its processes could not be stopped in time"),
     ("outside-file", r"Can't lookup mount", "a process holds a file from outside the container"),
     ("unix-socket", r"unix: ", "a unix socket that leads outside the container, or is half open"),
