@@ -1,0 +1,1 @@
+"""Room bookings of one day."""
