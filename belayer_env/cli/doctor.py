@@ -17,6 +17,8 @@ from belayer_env.spec import Tier
 
 __all__ = ["doctor", "print_tiers", "report_json"]
 
+PLAIN_WIDTH = 200
+
 COLOURS = {Status.OK: "green", Status.MISSING: "yellow", Status.BROKEN: "red"}
 
 
@@ -68,7 +70,9 @@ def _any_full(verdicts: dict[str, Verdict]) -> bool:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("", "", "found", "what mends it", box=None, pad_edge=False)
+    table = Table("", "", box=None, pad_edge=False)
+    table.add_column("found", overflow="fold")
+    table.add_column("what mends it", overflow="fold")
     for row in rows:
         colour = COLOURS[row.status]
         table.add_row(row.name, f"[{colour}]{row.status}[/{colour}]", escape(row.found), escape(row.remedy))
@@ -76,4 +80,6 @@ def _table(rows: list[Row]) -> Table:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    # In a log nobody sees a table's right edge: whole paths and commands are worth more.
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
