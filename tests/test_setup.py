@@ -79,7 +79,7 @@ Signed-By: /usr/share/keyrings/ubuntu-archive-keyring.gpg
 EMBEDDED_KEY = """\
 Types: deb
 URIs: http://third.example/apt
-Suites: stable
+Suites: bookworm
 Components: main
 Signed-By:
  -----BEGIN PGP PUBLIC KEY BLOCK-----
@@ -148,9 +148,10 @@ def test_the_main_archive_comes_first_whatever_the_order() -> None:
     assert archive_sources([security, archive], DEBIAN) == [archive, security]
 
 
-def test_an_embedded_key_is_no_keyring_path() -> None:
+def test_a_third_party_with_an_embedded_key_stays_out() -> None:
     (source,) = parse_deb822(EMBEDDED_KEY)
-    assert source.signed_by == ""
+    assert source.uri == "http://third.example/apt"
+    assert archive_sources([source], DEBIAN) == []
 
 
 def test_both_forms_are_read_from_the_hosts_directories(tmp_path: Path) -> None:

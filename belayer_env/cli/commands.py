@@ -33,12 +33,10 @@ COMMANDS = {
         "Play an agent's episode twice, once through two kills, and compare.",
     ),
 }
-"""Name -> ("module:object", one line for --help); the object is a function with typer's annotations, or a
-Typer."""
+"""Name -> ("module:object", its line in --help). The object: a function in typer's manner, or a Typer."""
 
 BENCHES = "belayer.benches"
-"""Entry points `register(bench_app: typer.Typer) -> None`: each package adds its own benches to `belayer
-bench`."""
+"""Entry points `register(bench_app: typer.Typer) -> None`, by which each package adds its benches."""
 
 
 def register(app: typer.Typer) -> None:

@@ -1,5 +1,4 @@
-"""Commands that are imported when they are called: `belayer ps` does not pay for what `belayer demo`
-needs."""
+"""Commands imported when they are called: `belayer ps` does not pay for what `belayer demo` needs."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ __all__ = ["add_lazy_command", "load_target"]
 def add_lazy_command(app: typer.Typer, name: str, summary: str, load: Callable[[], Any]) -> None:
     """Give ``app`` the command ``name``, shown with its ``summary``.
 
-    ``load`` returns what stands behind it: a function with typer's annotations, or a Typer with commands of
-    its own."""
+    ``load`` returns what stands behind it: a function in typer's manner, or a Typer with its own commands."""
 
     class Lazy(TyperCommand):
         def make_context(

@@ -1,5 +1,4 @@
-"""apt: the host's own archive, read from its sources, and downloads from a suite without touching the
-host."""
+"""apt: the host's own archive by its sources, and downloads from a suite that leave the host as it is."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ APT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """``id`` ("debian", "ubuntu", ...), ``codename`` ("bookworm", "noble", ...) and the ``name`` people
-    know."""
+    """``id`` ("debian", "ubuntu"), ``codename`` ("bookworm", "noble") and the ``name`` that people know."""
 
     id: str
     codename: str
@@ -48,7 +46,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One archive in apt's sources. ``signed_by`` is a keyring's path, or empty."""
+    """One archive in apt's sources. ``signed_by`` is a keyring's path, "embedded", or empty."""
 
     uri: str
     suites: tuple[str, ...]
@@ -70,8 +68,7 @@ def parse_os_release(text: str) -> Distribution:
 
 
 def parse_list(text: str) -> list[Source]:
-    """The binary archives of a one-line-style file; what is no such line is passed over, as apt would report
-    it."""
+    """The binary archives of a one-line-style file; what is no such line is passed over."""
     found = []
     for line in text.splitlines():
         match = re.match(r"\s*deb\s+(?:\[([^\]]*)\]\s*)?(\S+)\s+(\S+)\s*([^#]*)", line)
@@ -84,8 +81,7 @@ def parse_list(text: str) -> list[Source]:
 
 
 def parse_deb822(text: str) -> list[Source]:
-    """The enabled binary archives of a deb822 file, one per URI. An embedded key counts as no keyring's
-    path."""
+    """The enabled binary archives of a deb822 file, one per URI."""
     found = []
     for stanza in re.split(r"\n\s*\n", text):
         fields: dict[str, str] = {}
@@ -108,15 +104,15 @@ def parse_deb822(text: str) -> list[Source]:
                     uri,
                     tuple(fields.get("suites", "").split()),
                     tuple(fields.get("components", "").split()),
-                    signed_by if signed_by.startswith("/") else "",
+                    # A key written into the file is nobody's archive keyring, and must not look like none.
+                    signed_by if signed_by.startswith("/") or not signed_by else "embedded",
                 )
             )
     return found
 
 
 def archive_sources(sources: Iterable[Source], distribution: Distribution) -> list[Source]:
-    """Those of ``sources`` that are the distribution's own archive, the main one first, then updates and
-    security.
+    """The distribution's own archive among ``sources``: the main one first, then updates and security.
 
     Its own: signed with its archive keyring; or with no keyring named, and "main" of a suite of its codename.
     A third party that uses the codename as its suite names a keyring of its own, and so stays out."""

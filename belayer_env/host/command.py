@@ -82,8 +82,7 @@ def run(
     """Run ``argv`` in a process group of its own; ``env`` is added to the environment.
 
     ``stdin`` is at most 64 KiB of bytes, or an open file. ``on_line`` sees each line as it comes.
-    Whatever interrupts it, the whole group is ended before the error goes on. Never raises for the
-    command."""
+    Whatever interrupts it, the whole group is ended first. How the command ends is never raised."""
     words = tuple(str(word) for word in argv)
     try:
         process = subprocess.Popen(

@@ -105,8 +105,7 @@ def start_engine(*, report: Callable[[str], None] = lambda _: None) -> str:
 
 
 def stop_engine() -> str:
-    """End the Engine that `start_engine` started; any other is left alone. Says in a sentence what came of
-    it."""
+    """End the Engine that `start_engine` started; any other is left alone. Says what came of it."""
     process = _ours()
     if process is None:
         _record_path().unlink(missing_ok=True)
@@ -152,8 +151,7 @@ def _start(options: tuple[str, ...]) -> str:
 
 
 def _ours() -> psutil.Process | None:
-    """The dockerd we started, if it still runs. A pid alone may be another's by now: its start time must
-    fit."""
+    """The dockerd we started, if it still runs. The pid may be another's by now: the start time must fit."""
     try:
         record = json.loads(_record_path().read_text())
         process = psutil.Process(record["pid"])
@@ -163,8 +161,7 @@ def _ours() -> psutil.Process | None:
 
 
 def _end(process: psutil.Process) -> None:
-    """SIGTERM, by which dockerd ends its containers and its containerd; after the deadline SIGKILL for
-    both."""
+    """SIGTERM, by which dockerd ends its containers and containerd; after the deadline SIGKILL for both."""
     try:
         family = [process, *(child for child in process.children() if child.name() == "containerd")]
         process.terminate()

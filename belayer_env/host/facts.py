@@ -13,8 +13,7 @@ __all__ = ["EngineFacts", "HostFacts", "RuncFacts"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuncFacts:
     """``runc`` is its version, empty where it is missing; ``runc_refusal`` its words where it does not start.
-    ``criu_refusal`` is what `criu check` said, empty when it passed; ``cgroup``: "v1", "v2", "hybrid" or
-    ""."""
+    ``criu_refusal`` is what `criu check` said, empty when it passed; ``cgroup``: "v1", "v2", "hybrid", ""."""
 
     is_root: bool = True
     runc: str = ""

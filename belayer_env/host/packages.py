@@ -16,8 +16,7 @@ INSTALL_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``commands`` it brings (all must be there), its ``name`` in Debian and Ubuntu, and what it is
-    ``used_for``."""
+    """Its ``name`` in Debian and Ubuntu, the ``commands`` it brings (all must be there), and what for."""
 
     name: str
     commands: tuple[str, ...]

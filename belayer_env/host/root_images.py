@@ -1,5 +1,4 @@
-"""The two root file systems that `belayer setup` makes: a small one of the host's distribution, and
-busybox."""
+"""The root file systems that `belayer setup` makes: a small one of the host's distribution, and busybox."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ def _keyring(distribution: Distribution) -> str:
 
 @contextmanager
 def _aside(final: Path) -> Iterator[Path]:
-    """A directory to build a root file system in, beside ``final``; it becomes ``final`` when the block ends
-    well."""
+    """A directory beside ``final`` to build in; it becomes ``final`` when the block ends well."""
     parent = final.parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=parent, ignore_cleanup_errors=True) as aside:

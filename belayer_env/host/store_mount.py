@@ -29,8 +29,7 @@ MOUNT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StoreDisk:
-    """What a store lies on: the ``file_system``, whether a file can be ``reflink``ed there, and its free
-    bytes."""
+    """What a store lies on: its ``file_system``, whether that can ``reflink`` files, and its free bytes."""
 
     directory: Path
     file_system: str
@@ -169,8 +168,7 @@ def _mount(image: Path, point: Path) -> None:
 
 
 def _record_path() -> Path:
-    """Which directory the image is the store of: with another XDG_STATE_HOME it must not be mounted a second
-    time."""
+    """Says whose store the image is: under another XDG_STATE_HOME it must not be mounted again."""
     return paths.store_image().with_suffix(".mountpoint")
 
 

@@ -51,8 +51,7 @@ class Verdict:
 
 
 def judge_runc(facts: RuncFacts) -> Verdict:
-    """FULL needs a CRIU that passes its check; anything at all needs root, runc, a cgroup freezer and
-    overlayfs."""
+    """FULL needs a CRIU that passes its check; FILES needs root, runc, a cgroup freezer and overlayfs."""
     if not facts.is_root:
         return Verdict(None, "the runc runtime needs root: sudo belayer ...")
     if not facts.runc:

@@ -45,8 +45,7 @@ TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """``target`` is a name (tag included) for "name", a path for "rootfs" and "oci"; ``tag`` is of "oci"
-    only."""
+    """``target`` is a path, or for "name" the whole name; ``tag`` is of "oci" only."""
 
     kind: Literal["name", "rootfs", "oci"]
     target: str
