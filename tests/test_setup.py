@@ -142,6 +142,16 @@ def test_own_archive_is_found_in_list_form_and_third_parties_stay_out() -> None:
     ]
 
 
+def test_a_line_for_each_component_makes_one_archive() -> None:
+    lines = (
+        "deb http://u.example/u noble universe",
+        "deb http://u.example/u noble main",
+        "deb http://p.example noble x",
+    )
+    own = archive_sources(parse_list("\n".join(lines)), UBUNTU)
+    assert [source.components for source in own] == [("main",), ("universe",)]
+
+
 def test_the_main_archive_comes_first_whatever_the_order() -> None:
     security = Source("http://a.example/security", ("bookworm-security",), ("main",))
     archive = Source(MIRROR, ("bookworm",), ("main",))

@@ -114,23 +114,25 @@ def parse_deb822(text: str) -> list[Source]:
 def archive_sources(sources: Iterable[Source], distribution: Distribution) -> list[Source]:
     """The distribution's own archive among ``sources``: the main one first, then updates and security.
 
-    Its own: signed with its archive keyring; or with no keyring named, and "main" of a suite of its codename.
-    A third party that uses the codename as its suite names a keyring of its own, and so stays out."""
-    codename = distribution.codename
-    main: list[Source] = []
-    others: list[Source] = []
-    for source in sources:
-        own_key = f"{distribution.id}-archive" in source.signed_by
-        suites = tuple(
-            suite for suite in source.suites if suite.split("-", 1)[0].split("/", 1)[0] == codename
-        )
-        # Backports and proposed are not part of what the host runs on.
-        suites = tuple(suite for suite in suites if not suite.endswith(("-backports", "-proposed")))
-        if not suites or (source.signed_by and not own_key) or "main" not in source.components:
-            continue
-        own = Source(source.uri, suites, source.components, source.signed_by)
-        (main if codename in suites else others).append(own)
-    return main + others
+    Its own: signed with its archive keyring, or with no keyring named; of a suite of its codename; with
+    "main" in it, or beside one that has. A third party that uses the codename as its suite names a keyring of
+    its own."""
+    own = [_narrow(source, distribution) for source in sources]
+    own = [source for source in own if source.suites]
+    archives = {source.uri for source in own if "main" in source.components}
+    own = [source for source in own if source.uri in archives]
+    # Stable: among equals the order of the host's files holds.
+    return sorted(
+        own, key=lambda source: (distribution.codename not in source.suites, "main" not in source.components)
+    )
+
+
+def _narrow(source: Source, distribution: Distribution) -> Source:
+    """The part of ``source`` that the host runs on: no backports, no proposed, nothing of a third party."""
+    trusted = not source.signed_by or f"{distribution.id}-archive" in source.signed_by
+    wanted = {distribution.codename + suffix for suffix in ("", "-updates", "-security", "/updates")}
+    suites = tuple(suite for suite in source.suites if trusted and suite in wanted)
+    return Source(source.uri, suites, source.components, source.signed_by)
 
 
 def host_distribution() -> Distribution:
