@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +16,7 @@ from rich.table import Column, Table
 
 from belayer_env.cli.demo_play import Listener, Outcome, StepSeen, differences, play
 from belayer_env.cli.demo_task import ACTIONS, DRILL, STATE_VARIABLES, demo_task
+from belayer_env.cli.interrupt import ended_by_sigterm
 from belayer_env.env import ContainerEnv
 from belayer_env.telemetry import RecoveryRecord, Telemetry
 
@@ -38,7 +36,7 @@ def demo(
 
     Exit code 1 when they differ in anything that an agent could see."""
     console = Console(highlight=False, quiet=as_json)
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         outcomes = [_run(console, title, runtime, policy, store) for title in TITLES]
     found = differences(*outcomes)
     if as_json:
@@ -172,17 +170,3 @@ def _report(outcomes: list[Outcome], found: list[str]) -> dict[str, Any]:
         for outcome in outcomes
     ]
     return {"equal": not found, "differences": found, "undisturbed": runs[0], "disturbed": runs[1]}
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, through every `finally`."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,65 @@
+"""What a bench found, as one JSON object. Pure. Milliseconds; ratios are ours over theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from belayer_env.bench.machine import Machine
+
+__all__ = ["Peer", "Report", "Target", "quantile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Somebody we are measured against: its version, or why it was left out."""
+
+    version: str = ""
+    left_out: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a figure must not exceed."""
+
+    at_most: float
+
+    def check(self, value: float) -> dict[str, Any]:
+        """The figure beside its target."""
+        return {"value": round(value, 4), "at_most": round(self.at_most, 4), "met": value <= self.at_most}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One run of one bench. ``notes`` say how a figure was taken, by its name."""
+
+    bench: str
+    machine: Machine
+    medians: Mapping[str, float]
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    checks: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(
+            dataclasses.replace(
+                self,
+                medians={name: round(value, 3) for name, value in self.medians.items()},
+                ratios={name: round(value, 4) for name, value in self.ratios.items()},
+            )
+        )
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all do not exceed.
+
+    Raises:
+        ValueError: there are no values, or the share is not in (0, 1]."""
+    if not values or not 0 < share <= 1:
+        raise ValueError(f"no quantile {share} of {len(values)} values")
+    rank = -int(-share * len(values) // 1)  # rounded up
+    return sorted(values)[rank - 1]
