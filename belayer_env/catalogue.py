@@ -18,7 +18,7 @@ __all__ = ["Catalogue"]
 BUSY_TIMEOUT_S = 30.0
 """How long a transaction waits for those of other processes, which take milliseconds each."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE episodes (
@@ -30,13 +30,16 @@ CREATE TABLE steps (
     id INTEGER PRIMARY KEY, episode_id TEXT NOT NULL, parent INTEGER, number INTEGER NOT NULL,
     data TEXT NOT NULL);
 CREATE INDEX steps_by_episode ON steps (episode_id);
--- head: the step whose state it holds. owner: who publishes it.
+-- head: the step whose state it holds. owner: who publishes it. directory: of the checkpoint whose files
+-- these are (a forked episode shares them). covers, covers_head: a later step that changed nothing, or NULL.
 CREATE TABLE checkpoints (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, episode_id TEXT NOT NULL,
     task_digest TEXT NOT NULL, step INTEGER NOT NULL, tier TEXT NOT NULL, size_bytes INTEGER NOT NULL,
     manifest_digest TEXT NOT NULL, state TEXT NOT NULL, pinned INTEGER NOT NULL, head INTEGER,
-    owner TEXT NOT NULL);
+    owner TEXT NOT NULL, directory TEXT NOT NULL, covers INTEGER, covers_head INTEGER);
 CREATE INDEX checkpoints_by_episode ON checkpoints (episode_id);
+-- What one episode learnt and others start from, as JSON.
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 

@@ -18,11 +18,13 @@ __all__ = [
     "EpisodeRecord",
     "checkpoint_ref",
     "checkpoint_row",
+    "covered_step",
     "episode_record",
     "episode_row",
     "head_at",
     "live_rows",
     "load_ledger",
+    "steps_to",
 ]
 
 LEDGER_LINE = """
@@ -103,6 +105,16 @@ def head_at(db: sqlite3.Connection, episode_id: str, step: int) -> int | None:
     return head
 
 
+def steps_to(db: sqlite3.Connection, head: int | None) -> list[sqlite3.Row]:
+    """The steps from the root to ``head``, oldest first."""
+    return db.execute(
+        "WITH RECURSIVE line (id, parent) AS (SELECT id, parent FROM steps WHERE id = ? UNION ALL"
+        " SELECT steps.id, steps.parent FROM steps JOIN line ON steps.id = line.parent)"
+        " SELECT number, data FROM steps JOIN line USING (id) ORDER BY number",
+        (head,),
+    ).fetchall()
+
+
 def live_rows(db: sqlite3.Connection, episode_id: str) -> list[sqlite3.Row]:
     """The checkpoints that an episode's ledger grew from, most steps first, of equals the newest."""
     return db.execute(
@@ -110,6 +122,18 @@ def live_rows(db: sqlite3.Connection, episode_id: str) -> list[sqlite3.Row]:
         " AND (head IS NULL OR head IN (SELECT id FROM line)) ORDER BY step DESC, seq DESC",
         (episode_id, episode_id),
     ).fetchall()
+
+
+def covered_step(db: sqlite3.Connection, episode_id: str, row: sqlite3.Row) -> int:
+    """How many steps of the episode's ledger the checkpoint's state equals: its own, and those after it that
+    changed nothing and have not been cut."""
+    if row["covers_head"] is None:
+        step: int = row["step"]
+        return step
+    found = db.execute(
+        LEDGER_LINE + "SELECT number FROM line WHERE id = ?", (episode_id, row["covers_head"])
+    ).fetchone()
+    return int(found["number"] if found else row["step"])
 
 
 def checkpoint_row(db: sqlite3.Connection, checkpoint_id: str) -> sqlite3.Row:

@@ -15,11 +15,11 @@ import contextlib
 import json
 import os
 import secrets
-import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from belayer_env import paths
 from belayer_env.catalogue import Catalogue
@@ -39,11 +39,13 @@ from belayer_env.rows import (
     EpisodeRecord,
     checkpoint_ref,
     checkpoint_row,
+    covered_step,
     episode_record,
     episode_row,
     head_at,
     live_rows,
     load_ledger,
+    steps_to,
 )
 from belayer_env.sandbox.base import Saved
 from belayer_env.sandbox.layers import LayerStore, open_layers
@@ -260,8 +262,8 @@ class Store:
             with self._catalogue.transaction() as db:
                 db.execute(
                     "INSERT INTO checkpoints (id, episode_id, task_digest, step, tier, size_bytes,"
-                    " manifest_digest, state, pinned, head, owner)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?, 'publishing', ?, ?, ?)",
+                    " manifest_digest, state, pinned, head, owner, directory)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, 'publishing', ?, ?, ?, ?)",
                     (
                         checkpoint_id,
                         episode_id,
@@ -273,6 +275,7 @@ class Store:
                         pinned,
                         head,
                         Owner.here().token,
+                        checkpoint_id,
                     ),
                 )
             with disk_errors(f"publishing {final}"):
@@ -296,6 +299,72 @@ class Store:
         with self._catalogue.transaction(write=False) as db:
             return [checkpoint_ref(row) for row in live_rows(db, episode_id)]
 
+    def cover(self, checkpoint_id: str, step: int) -> None:
+        """Note that the steps after this checkpoint, up to ``step``, have changed nothing: its state is that
+        after each of them.
+
+        Raises:
+            ForeignCheckpoint: the checkpoint has been dropped.
+            InvalidInput: the ledger has no such step."""
+        with self._catalogue.transaction() as db:
+            row = checkpoint_row(db, checkpoint_id)
+            head = head_at(db, row["episode_id"], step)
+            db.execute(
+                "UPDATE checkpoints SET covers = ?, covers_head = ? WHERE id = ?", (step, head, checkpoint_id)
+            )
+
+    def covered_step(self, ref: CheckpointRef) -> int:
+        """How many steps of the ledger as it is now a checkpoint's state equals: ``ref.step``, or more where
+        `cover` said so.
+
+        Raises:
+            ForeignCheckpoint: the checkpoint has been dropped."""
+        with self._catalogue.transaction(write=False) as db:
+            return covered_step(db, ref.episode_id, checkpoint_row(db, ref.id))
+
+    def fork_episode(self, ref: CheckpointRef, *, policy: str) -> tuple[str, CheckpointRef]:
+        """A new episode that starts from a checkpoint of another one: the steps up to there become its own,
+        and so does the checkpoint, whose files both share. Owned by this process.
+
+        Raises:
+            ForeignCheckpoint: the checkpoint has been dropped."""
+        episode_id, checkpoint_id = f"ep-{_new_name()}", f"ck-{_new_name()}"
+        token = Owner.here().token
+        with self._catalogue.transaction() as db:
+            row = checkpoint_row(db, ref.id)
+            db.execute(
+                "INSERT INTO episodes SELECT ?, task, task_digest, runtime, ?, tier, 'open', ?, ?, NULL"
+                " FROM episodes WHERE id = ?",
+                (episode_id, policy, token, time.time(), row["episode_id"]),
+            )
+            head = None
+            for step in steps_to(db, row["head"]):
+                head = db.execute(
+                    "INSERT INTO steps (episode_id, parent, number, data) VALUES (?, ?, ?, ?)",
+                    (episode_id, head, step["number"], step["data"]),
+                ).lastrowid
+            db.execute("UPDATE episodes SET head = ? WHERE id = ?", (head, episode_id))
+            db.execute(
+                "INSERT INTO checkpoints (id, episode_id, task_digest, step, tier, size_bytes,"
+                " manifest_digest, state, pinned, head, owner, directory) SELECT ?, ?, task_digest, step, tier, size_bytes,"
+                " manifest_digest, state, 0, ?, ?, directory FROM checkpoints WHERE id = ?",
+                (checkpoint_id, episode_id, head, token, ref.id),
+            )
+            return episode_id, checkpoint_ref(checkpoint_row(db, checkpoint_id))
+
+    # What episodes learn from one another
+
+    def fact(self, name: str) -> Any:
+        """What `remember` was last given under this name, None at first."""
+        with self._catalogue.transaction(write=False) as db:
+            row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return json.loads(row["value"]) if row else None
+
+    def remember(self, name: str, value: Any) -> None:
+        """Keep a small JSON value for every later episode on this store."""
+        with self._catalogue.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
+
     def open_checkpoint(self, checkpoint: CheckpointRef | str) -> tuple[Manifest, Path]:
         """A checkpoint's manifest and directory, verified now. A damaged one is marked, and listed no more.
 
@@ -309,7 +378,7 @@ class Store:
             raise ForeignCheckpoint(
                 f"checkpoint {checkpoint_id} of this store is another one: {checkpoint_ref(row)}"
             )
-        directory = self._checkpoints / checkpoint_id
+        directory = self._checkpoints / row["directory"]
         try:
             if row["state"] == "damaged":
                 raise CheckpointCorrupt(f"checkpoint {checkpoint_id} was found damaged before")
@@ -317,7 +386,7 @@ class Store:
             if manifest.digest != row["manifest_digest"]:
                 raise CheckpointCorrupt(f"{directory} holds another checkpoint", path="manifest.json")
         except CheckpointCorrupt:
-            self._mark_damaged(checkpoint_id)
+            self._mark_damaged(row["directory"])
             raise
         return manifest, directory
 
@@ -388,8 +457,13 @@ class Store:
         # The directories first: one that has no row by the time we look had none when we saw it, or is gone.
         seen = sorted([*self._checkpoints.iterdir(), *self._tmp.iterdir()])
         with self._catalogue.transaction(write=False) as db:
-            rows = {row["id"]: row for row in db.execute("SELECT id, state, owner FROM checkpoints")}
-        return [path for path in seen if self._is_orphan(path, rows)]
+            wanted = {
+                row["directory"]
+                for row in db.execute("SELECT directory, state, owner FROM checkpoints")
+                if row["state"] != "dropped"
+                and not (row["state"] == "publishing" and not _is_alive(row["owner"]))
+            }
+        return [path for path in seen if self._is_orphan(path, wanted)]
 
     def sweep_partials(self) -> list[Path]:
         """Remove half-made checkpoints and temporary files of dead processes, checkpoint directories without
@@ -398,18 +472,15 @@ class Store:
         for path in orphans:
             self.layers.drop(path)
         with self._catalogue.transaction() as db:
-            for row in db.execute("SELECT id, state, owner FROM checkpoints").fetchall():
-                is_gone = not (self._checkpoints / row["id"]).exists()
+            for row in db.execute("SELECT id, state, owner, directory FROM checkpoints").fetchall():
+                is_gone = not (self._checkpoints / row["directory"]).exists()
                 if is_gone and not (row["state"] == "publishing" and _is_alive(row["owner"])):
                     db.execute("DELETE FROM checkpoints WHERE id = ?", (row["id"],))
         return orphans
 
-    def _is_orphan(self, path: Path, rows: Mapping[str, sqlite3.Row]) -> bool:
+    def _is_orphan(self, path: Path, wanted: Collection[str]) -> bool:
         if path.parent == self._checkpoints and not path.name.startswith(PARTIAL):
-            row = rows.get(path.name)
-            if row is None or row["state"] == "dropped":
-                return True
-            return row["state"] == "publishing" and not _is_alive(row["owner"])
+            return path.name not in wanted
         # NAME.TOKEN; a name without a token was put there by hand.
         owner = Owner.parse(path.name.removeprefix(PARTIAL).partition(".")[2])
         return owner is not None and not owner.is_alive()
@@ -423,13 +494,13 @@ class Store:
         image_digest: str,
         criu_version: str,
     ) -> Manifest:
-        earlier = self.checkpoints(ref.episode_id)
+        with self._catalogue.transaction(write=False) as db:
+            earlier = live_rows(db, ref.episode_id)
         previous = None
         if earlier:
-            with contextlib.suppress(
-                CheckpointCorrupt
-            ):  # found when it is to be used, and worth nothing here
-                previous = read_manifest(self._checkpoints / earlier[0].id)
+            # Damage is found when it is to be used, and is worth nothing here.
+            with contextlib.suppress(CheckpointCorrupt):
+                previous = read_manifest(self._checkpoints / earlier[0]["directory"])
         try:
             return seal(
                 staging,
@@ -446,21 +517,25 @@ class Store:
                 self._mark_damaged(previous.ref.id)
             raise
 
-    def _mark_damaged(self, checkpoint_id: str) -> None:
+    def _mark_damaged(self, directory: str) -> None:
         with self._catalogue.transaction() as db:
             db.execute(
-                "UPDATE checkpoints SET state = 'damaged' WHERE id = ? AND state = 'live'", (checkpoint_id,)
+                "UPDATE checkpoints SET state = 'damaged' WHERE directory = ? AND state = 'live'",
+                (directory,),
             )
 
     def _remove_dropped(self, episode_id: str | None = None) -> None:
         # Rows are marked first and deleted last: whoever dies in between leaves work for sweep_partials.
         with self._catalogue.transaction(write=False) as db:
             rows = db.execute(
-                "SELECT id FROM checkpoints WHERE state = 'dropped' AND episode_id = coalesce(?, episode_id)",
+                "SELECT id, directory, EXISTS (SELECT 1 FROM checkpoints AS other"
+                " WHERE other.directory = mine.directory AND other.state != 'dropped') AS is_shared"
+                " FROM checkpoints AS mine WHERE state = 'dropped' AND episode_id = coalesce(?, episode_id)",
                 (episode_id,),
             ).fetchall()
         for row in rows:
-            self.layers.drop(self._checkpoints / row["id"])
+            if not row["is_shared"]:
+                self.layers.drop(self._checkpoints / row["directory"])
         if rows:
             with self._catalogue.transaction() as db:
                 db.executemany("DELETE FROM checkpoints WHERE id = ?", [(row["id"],) for row in rows])
