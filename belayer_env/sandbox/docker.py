@@ -107,6 +107,7 @@ class DockerRuntime:
         try:
             sandbox._make((), b"", etc=None)
             sandbox._start()
+            sandbox._container.enter_workdir()
         except BaseException:
             sandbox.destroy()
             raise
@@ -287,6 +288,7 @@ class DockerSandbox:
                     hostname="sandbox",
                     labels={ID_LABEL: self.id, HOME_LABEL: str(self.home)},
                     tty=False,
+                    stop_signal="SIGKILL",  # a shell as init ignores SIGTERM: dockerd would wait 10 s for it
                     network_mode="none",
                     ipc_mode="private",  # then /dev/shm is the container's own, and CRIU carries it
                     volumes=binds,
@@ -320,7 +322,6 @@ class DockerSandbox:
         self._engine.start(self._container_id)
         self._attach()
         self._container.require().wait_ready()
-        self._container.enter_workdir()
 
     def _start_from(self, images: Path, bundles: str | None) -> None:
         container_dir = self._engine.root / "containers" / self._container_id

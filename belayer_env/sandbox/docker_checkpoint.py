@@ -88,7 +88,7 @@ def restores_tcp(options: Path = _RUNC_CRIU_OPTIONS) -> bool:
     """Whether runc's CRIU has been told to restore TCP connections. The Engine has no option for it, and no
     environment variable gets through to CRIU; only this file does."""
     try:
-        return "tcp-established" in options.read_text().split()
+        return any(line.strip() == "tcp-established" for line in options.read_text().splitlines())
     except OSError:
         return False
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import docker
 import requests
 import tenacity
 from docker.errors import APIError, DockerException, NotFound
+from docker.utils import parse_host
 
 from belayer_env.errors import (
     EngineUnavailable,
@@ -23,11 +27,11 @@ from belayer_env.errors import (
     StoreFull,
 )
 
-__all__ = ["ENGINE_TIMEOUT_S", "Engine"]
+__all__ = ["COMES_BACK_S", "ENGINE_TIMEOUT_S", "Engine"]
 
 ENGINE_TIMEOUT_S = 60
 """Longest silence in one call. The longest of ours, a start from a checkpoint, takes well below a second."""
-_COMES_BACK_S = 20.0
+COMES_BACK_S = 20.0
 """How long a restarting Engine is waited for."""
 _PROBE_TIMEOUT_S = 5
 _REMOVE_DEADLINE_S = 30.0
@@ -45,19 +49,24 @@ class Engine:
             RuntimeUnavailable: no Engine answers, or not one that can hold sandboxes of this host."""
         self._idle: queue.LifoQueue[docker.DockerClient] = queue.LifoQueue()
         self._makes_more = client is None
-        try:
-            if client is not None:
-                self._idle.put(client)
-            with self.client("asking the Engine what it is") as asked:
-                info: dict[str, Any] = asked.info()
-                base_url = str(asked.api.base_url)
-        except Fault as error:
-            raise RuntimeUnavailable(f"no Docker Engine answers ({error}); {_REMEDY}") from error
-        if not base_url.startswith(("http+docker:", "http+unix:")):
+        # Runtimes are never closed: with the last reference to this one, or with the process, go its sockets.
+        weakref.finalize(self, _close_all, self._idle)
+        if client is not None:
+            self._idle.put(client)
+            self._socket = getattr(client.api.get_adapter(str(client.api.base_url)), "socket_path", "")
+        else:
+            host = str(parse_host(os.environ.get("DOCKER_HOST") or None))
+            self._socket = host.removeprefix("http+unix://") if host.startswith("http+unix://") else ""
+        if not self._socket:
             raise RuntimeUnavailable(
-                f"the Engine at {base_url} is not on this host, and a sandbox's shell is reached by files; "
+                "the Engine is not on this host, and a sandbox's shell is reached by files; "
                 f"unset DOCKER_HOST, or {_REMEDY}"
             )
+        try:
+            with self.client("asking the Engine what it is") as asked:
+                info: dict[str, Any] = asked.info()
+        except Fault as error:
+            raise RuntimeUnavailable(f"no Docker Engine answers ({error}); {_REMEDY}") from error
         if info.get("Driver") != "overlay2":
             raise RuntimeUnavailable(
                 f"the Engine stores layers by {info.get('Driver')!r}, where a sandbox's files cannot be "
@@ -75,6 +84,10 @@ class Engine:
             StoreFull: the Engine's disk is full.
             RuntimeFailed: it refuses, in its own words."""
         with _translated(doing):
+            # The SDK leaks the socket of a connection that is refused.
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as knock:
+                knock.settimeout(_PROBE_TIMEOUT_S)
+                knock.connect(self._socket)
             lent = self._lend()
             try:
                 yield lent
@@ -88,14 +101,14 @@ class Engine:
             EngineUnavailable: it did not come back in time."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(EngineUnavailable),
-            stop=tenacity.stop_after_delay(_COMES_BACK_S),
+            stop=tenacity.stop_after_delay(COMES_BACK_S),
             wait=tenacity.wait_fixed(0.2),
             reraise=True,
         )
         retrying(self._ping)
 
     def start(self, container: str, *, checkpoint: str = "") -> None:
-        """Start a container, from a checkpoint in its directory if one is named: the SDK has no call for it."""
+        """Start a container, from a checkpoint in its directory if one is named: the SDK cannot."""
         params = {"checkpoint": checkpoint} if checkpoint else {}
         with self.client("starting the sandbox") as client:
             api = client.api
@@ -157,6 +170,12 @@ class Engine:
             return self._idle.get_nowait()
         except queue.Empty:
             return docker.from_env(timeout=ENGINE_TIMEOUT_S)
+
+
+def _close_all(clients: queue.LifoQueue[docker.DockerClient]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            clients.get_nowait().close()
 
 
 @contextlib.contextmanager
