@@ -116,13 +116,15 @@ class Container:
         """See `Sandbox.run`."""
         channel = self.require()
         limits = self.spec.limits
-        self._oom_kills = self.cgroup.oom_kills()
-        return channel.run(
+        self._note_oom_kills()
+        result = channel.run(
             command,
             timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
             grace_s=limits.kill_grace_s,
             output_bytes=limits.output_bytes,
         )
+        self._note_oom_kills()
+        return result
 
     def enter_workdir(self) -> None:
         """Make the working directory that the image lacks, as Docker does, and go there.
@@ -232,6 +234,10 @@ class Container:
 
     # -- private
     # -----------------------------------------------------------------------------------------------
+
+    def _note_oom_kills(self) -> None:
+        # A cgroup that is gone counts none.
+        self._oom_kills = max(self._oom_kills, self.cgroup.oom_kills())
 
     def _has_died(self, wait_s: float) -> bool:
         return _is_readable(self._pidfd, wait_s)
