@@ -22,6 +22,7 @@ from belayer_env.errors import (
     EngineUnavailable,
     Fault,
     ImageNotFound,
+    IncompatibleCheckpoint,
     RestoreFailed,
     RuntimeUnavailable,
     SandboxFrozen,
@@ -160,6 +161,13 @@ class TestFaults:
         assert sandbox.is_alive()
         docker_cli(runtime, sandbox, "unpause")
         sandbox.destroy()
+
+    def test_paused_sandbox_can_be_destroyed(self, runtime: DockerRuntime, sandboxes: Sandboxes) -> None:
+        sandbox = sandboxes.create()
+        docker_cli(runtime, sandbox, "pause")
+        started = time.monotonic()
+        sandbox.destroy()
+        assert time.monotonic() - started < 5
 
     def test_oom_kill_of_init_is_told_from_other_deaths(
         self, runtime: DockerRuntime, sandboxes: Sandboxes
@@ -358,18 +366,28 @@ class TestFiles:
             assert len(again.processes()) == 2
 
 
+def import_image(runtime: DockerRuntime, rootfs: str, name: str, *changes: str) -> None:
+    packed = subprocess.run(
+        ["tar", "-C", rootfs.removeprefix("rootfs:"), "-c", "."], capture_output=True, timeout=60, check=True
+    )
+    repository, _, tag = name.partition(":")
+    with runtime.engine.client("importing") as client:
+        client.api.import_image_from_data(packed.stdout, repository, tag, changes=list(changes))
+
+
+def remove_images(runtime: DockerRuntime, *names: str) -> None:
+    with runtime.engine.client("removing") as client:
+        for name in names:
+            client.images.remove(name, force=True)
+
+
 class TestImages:
     def test_image_configuration_cannot_break_a_sandbox(
         self, runtime: DockerRuntime, sandboxes: Sandboxes, busybox_image: str
     ) -> None:
-        root = busybox_image.removeprefix("rootfs:")
         name = "belayer/test-config:1"
         changes = ["VOLUME /data", "USER nobody", "ENV A=b", 'ENTRYPOINT ["/bin/false"]', "WORKDIR /nowhere"]
-        with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as tar:
-            assert tar.stdout is not None
-            data = tar.stdout.read()
-        with runtime.engine.client("importing") as client:
-            client.api.import_image_from_data(data, "belayer/test-config", "1", changes=changes)
+        import_image(runtime, busybox_image, name, *changes)
         try:
             sandbox = sandboxes.create(image=name)
             sandbox.run("mkdir -p /data; echo kept >/data/f")
@@ -378,8 +396,32 @@ class TestImages:
                 assert sandboxes.reborn(sandbox).run("cat /data/f").output == "kept\n"
         finally:
             sandboxes.close()
-            with runtime.engine.client("removing") as client:
-                client.images.remove(name)
+            remove_images(runtime, name)
+
+    def test_checkpoint_of_a_name_that_moved_on_is_restored_on_what_it_was_made_of(
+        self, runtime: DockerRuntime, sandboxes: Sandboxes, busybox_image: str
+    ) -> None:
+        name = "belayer/test-moves:1"
+        import_image(runtime, busybox_image, name, "ENV WHICH=old")
+        try:
+            sandbox = sandboxes.create(image=name)
+            checkpoint = sandboxes.save(sandbox)
+            sandbox.destroy()
+            import_image(runtime, busybox_image, name, "ENV WHICH=new")
+            assert sandboxes.create(image=name).run("echo $WHICH").output == "new\n"
+            assert sandboxes.restore(checkpoint).run("echo $WHICH").output == "old\n"
+        finally:
+            sandboxes.close()
+            remove_images(runtime, name, str(checkpoint.saved.meta["engine_image"]))
+        import_image(runtime, busybox_image, name, "ENV WHICH=new")
+        try:
+            with pytest.raises(IncompatibleCheckpoint, match="has changed"):
+                runtime.restore(
+                    checkpoint.spec, checkpoint.directory, checkpoint.saved.meta, sandboxes.new_home()
+                )
+        finally:
+            remove_images(runtime, name)
+            sandboxes.homes_left()[0].rmdir()
 
     def test_unknown_name_says_what_to_do(self, sandboxes: Sandboxes) -> None:
         with pytest.raises(ImageNotFound, match="docker pull"):
@@ -394,7 +436,7 @@ class TestImages:
 
 
 class TestSweep:
-    @pytest.mark.parametrize("moment", ["running", "half-made"])
+    @pytest.mark.parametrize("moment", ["running", "half-made", "mid-checkpoint"])
     def test_what_a_killed_client_left_is_found_from_its_home(
         self, runtime: DockerRuntime, sandboxes: Sandboxes, image: str, moment: str
     ) -> None:
@@ -410,13 +452,19 @@ store = Path({str(home.parent)!r})
 runtime = docker.DockerRuntime(open_layers(store), store / "images", tier=Tier.FILES)
 if {moment!r} == "half-made":
     runtime.engine.inspect = lambda container: os.kill(os.getpid(), signal.SIGKILL)
-runtime.create(SandboxSpec(image={image!r}), Path({str(home)!r})).run("sleep 100 &")
+sandbox = runtime.create(SandboxSpec(image={image!r}), Path({str(home)!r}))
+sandbox.run("sleep 100 &")
+if {moment!r} == "mid-checkpoint":
+    docker.copy_tree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    sandbox.save(store / "saved-never")
 os.kill(os.getpid(), signal.SIGKILL)
 """
         done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
         assert done.returncode == -signal.SIGKILL
         assert len(runtime.engine.find(belayer_home=str(home))) == 1
+        started = time.monotonic()
         runtime.sweep(home)
+        assert time.monotonic() - started < 5
         assert not home.exists()
         assert not runtime.engine.find(belayer_home=str(home))
         runtime.sweep(home)

@@ -145,6 +145,11 @@ class DockerRuntime:
         Raises:
             EngineUnavailable: the container could not be removed; the home stays."""
         for container in (*self.engine.find(belayer_home=str(home)), _container_name(home.name)):
+            # Its owner may have died in mid-checkpoint. The Engine knows nothing of that freeze, and what it
+            # kills would not die.
+            with contextlib.suppress(SandboxGone, ProcessLookupError):
+                if pid := int(self.engine.inspect(container)["State"]["Pid"]):
+                    Cgroup.of_pid(pid).kill_all()
             self.engine.remove(container)
         unmount_below(home)
         shutil.rmtree(home, ignore_errors=True)
@@ -162,7 +167,7 @@ class DockerRuntime:
                 f"{spec.image} has changed since the checkpoint was made, and its files with it: "
                 "bring the old image back, or begin a new episode"
             ) from error
-        return EngineImage(id=meta["engine_image"], digest=meta["image_digest"], env=image.env)
+        return EngineImage(id=meta["engine_image"], digest=meta["image_digest"], env=meta["image_env"])
 
 
 class DockerSandbox:
@@ -209,6 +214,7 @@ class DockerSandbox:
                 "image_digest": self.image_digest,
                 "criu_version": self._runtime.criu_version,
                 "engine_image": self._image.id,
+                "image_env": dict(self._image.env),
                 "bundles": str(bundle.parent),
             },
         )
