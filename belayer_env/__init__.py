@@ -4,10 +4,21 @@ import gymnasium
 
 from belayer_env.checkpoint import CheckpointRef
 from belayer_env.env import ContainerEnv
+from belayer_env.rollback import Conversation, Rollback
 from belayer_env.runtimes import TierWarning
 from belayer_env.spec import ExecResult, Limits, Task, Tier
 
-__all__ = ["CheckpointRef", "ContainerEnv", "ExecResult", "Limits", "Task", "Tier", "TierWarning"]
+__all__ = [
+    "CheckpointRef",
+    "ContainerEnv",
+    "Conversation",
+    "ExecResult",
+    "Limits",
+    "Rollback",
+    "Task",
+    "Tier",
+    "TierWarning",
+]
 
 # Without Gymnasium's passive checker: it warns of text that its own Text space cannot hold.
 gymnasium.register(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -19,6 +19,7 @@ from belayer_env.episode import Episode
 from belayer_env.errors import EnvClosed, EpisodeOver, InvalidInput, NotReset, NotText
 from belayer_env.host.store_mount import ensure_mounted
 from belayer_env.policy import CheckpointPolicy, parse_policy
+from belayer_env.rollback import Rollback
 from belayer_env.runtimes import open_runtime
 from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.spaces import ActionSpace, UnicodeText
@@ -27,6 +28,12 @@ from belayer_env.store import Store
 from belayer_env.telemetry import Telemetry
 
 __all__ = ["ContainerEnv"]
+
+
+class _Standby(NamedTuple):
+    wanted: bool
+    max_bytes: int | None
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,13 +61,17 @@ class ContainerEnv(gymnasium.Env[str, str]):
         task: Task,
         *,
         runtime: str | SandboxRuntime = "auto",
-        policy: str | CheckpointPolicy = "every-step",
+        policy: str | CheckpointPolicy = "adaptive",
+        standby: bool = False,
+        standby_bytes: int | None = None,
         store: Store | str | Path | None = None,
         require: Literal["full"] | None = None,
     ) -> None:
         """``runtime``: "auto", "runc", "docker" or a SandboxRuntime. ``policy``: when to checkpoint ("never",
-        "every-step", "every-5", ...). ``store``: a directory, by default below $XDG_STATE_HOME. ``require``:
-        "full" refuses a host that cannot checkpoint processes.
+        "every-step", "every-5", "adaptive"). ``standby``: keep a paused clone of the newest checkpoint, so
+        that recovery is a swap; ``standby_bytes`` bounds its memory (None: half of what the host has left).
+        ``store``: a directory, by default below $XDG_STATE_HOME. ``require``: "full" refuses a host that
+        cannot checkpoint processes.
 
         Raises:
             InvalidInput: an argument that is out of range or no such thing.
@@ -77,6 +88,7 @@ class ContainerEnv(gymnasium.Env[str, str]):
         except BaseException:
             self._close_store()
             raise
+        self._standby = _Standby(standby, standby_bytes)
         self._episode: Episode | None = None
         self._telemetry = Telemetry()
         self._lock = threading.RLock()
@@ -95,22 +107,38 @@ class ContainerEnv(gymnasium.Env[str, str]):
         reward: Reward | None = None,
         runtime: str | SandboxRuntime | None = None,
         policy: str | CheckpointPolicy | None = None,
+        standby: bool = False,
+        standby_bytes: int | None = None,
         store: Store | str | Path | None = None,
     ) -> ContainerEnv:
         """An env that goes on with an episode whose process died, at the end of its ledger. The reward, being
-        code, is given again; runtime and policy are by default those it was begun with.
+        code, is given again; runtime and policy are by default those it was begun with. Should only a shorter
+        prefix be to be had, the first step says so (see `step`).
 
         Raises:
             InvalidInput: the episode is unknown or closed, or its process lives.
-            RecoveryFailed, ContextDiverged: its state cannot be had again."""
+            RecoveryFailed: its state cannot be had again."""
         opened = store if isinstance(store, Store) else _open_store(store)
         try:
             record = opened.episode(episode_id)
             task = Task.from_json(record.task, reward=reward)
-            env = cls(task, runtime=runtime or record.runtime, policy=policy or record.policy, store=opened)
+            env = cls(
+                task,
+                runtime=runtime or record.runtime,
+                policy=policy or record.policy,
+                standby=standby,
+                standby_bytes=standby_bytes,
+                store=opened,
+            )
             env._owns_store = not isinstance(store, Store)
             env._episode = Episode.resume(
-                episode_id, task, store=opened, runtime=env.runtime, policy=env._policy
+                episode_id,
+                task,
+                store=opened,
+                runtime=env.runtime,
+                policy=env._policy,
+                standby=standby,
+                standby_bytes=standby_bytes,
             )
             env._telemetry = env._episode.telemetry
         except BaseException:
@@ -135,7 +163,12 @@ class ContainerEnv(gymnasium.Env[str, str]):
             super().reset(seed=seed)
             self._end_episode()
             self._episode = Episode.begin(
-                self.task, store=self._store, runtime=self.runtime, policy=self._policy
+                self.task,
+                store=self._store,
+                runtime=self.runtime,
+                policy=self._policy,
+                standby=self._standby.wanted,
+                standby_bytes=self._standby.max_bytes,
             )
             self._telemetry = self._episode.telemetry
             return self.task.instruction, {}
@@ -143,10 +176,14 @@ class ContainerEnv(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Run one command; see `Episode.step`. Never truncated by itself: use gymnasium's TimeLimit.
 
+        After a fault that no replay could undo, ``info["rollback"]`` is a `Rollback`: the action was not run,
+        the ledger is cut to ``rollback.to_step``, and so must be the model's context (see `Conversation`).
+        The observation says the same in words, for loops that do not look; reward 0.0, not terminated.
+
         Raises:
             NotReset, EpisodeOver, EnvClosed: no episode is under way; nothing ran.
             NotText, InvalidInput: the action is no command; nothing ran.
-            ContextDiverged, RecoveryFailed: see `Episode.step`."""
+            RecoveryFailed: see `Episode.step`."""
         with self._lock:
             episode = self._require_episode()
             if episode.terminated:
@@ -154,6 +191,9 @@ class ContainerEnv(gymnasium.Env[str, str]):
             if isinstance(action, str):
                 action = str(action)  # numpy.str_ and the like
             step = episode.step(action)
+            if isinstance(step, Rollback):
+                told = dict.fromkeys(("timed_out", "output_truncated", "shell_restarted"), False)
+                return step.message(), 0.0, False, False, {"exit_code": -1, **told, "rollback": step}
             info = {
                 "exit_code": step.exit_code,
                 "timed_out": step.timed_out,
@@ -207,6 +247,34 @@ class ContainerEnv(gymnasium.Env[str, str]):
     # -- async twins
     # -------------------------------------------------------------------------------------------
 
+    def fork(self, n: int) -> list[ContainerEnv]:
+        """``n`` independent envs from one instant, now: bare ones, not wrapped, each with its own sandbox,
+        network, ledger (the same steps so far) and lifetime; `close` is owed for each. For groups of rollouts
+        and tree search. This env goes on as before; see `Episode.fork`."""
+        with self._lock:
+            stores: list[Store] = []
+
+            def open_store() -> Store:
+                stores.append(Store(self._store.root) if self._owns_store else self._store)
+                return stores[-1]
+
+            try:
+                episodes = self._require_episode().fork(n, open_store)
+            except BaseException:
+                for store in stores:
+                    if store is not self._store:
+                        store.close()
+                raise
+            return [self._forked(episode, store) for episode, store in zip(episodes, stores, strict=True)]
+
+    def hint_bubble(self, seconds: float) -> None:
+        """Tell the adaptive policy how long the wait until the next action will be, as a rollout client knows
+        it.
+
+        Raises:
+            InvalidInput: not a finite number of seconds, 0 or more."""
+        self._require_episode().hint_bubble(seconds)
+
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
@@ -225,6 +293,10 @@ class ContainerEnv(gymnasium.Env[str, str]):
         """`restore`, awaited."""
         await _in_thread(self.restore, ref)
 
+    async def afork(self, n: int) -> list[ContainerEnv]:
+        """`fork`, awaited."""
+        return await _in_thread(self.fork, n)
+
     async def aclose(self) -> None:
         """`close`, awaited; done even when cancelled."""
         with anyio.CancelScope(shield=True):
@@ -242,6 +314,20 @@ class ContainerEnv(gymnasium.Env[str, str]):
         if self._episode is None:
             raise NotReset("no episode is under way: call reset() first")
         return self._episode
+
+    def _forked(self, episode: Episode, store: Store) -> ContainerEnv:
+        env = ContainerEnv(
+            self.task,
+            runtime=self.runtime,
+            policy=self._policy,
+            standby=self._standby.wanted,
+            standby_bytes=self._standby.max_bytes,
+            store=store,
+        )
+        env._owns_store = self._owns_store
+        env._episode = episode
+        env._telemetry = episode.telemetry
+        return env
 
     def _end_episode(self) -> None:
         if self._episode is not None:

@@ -1,16 +1,20 @@
 """One attempt at a task: a sandbox, the ledger of what the model was told, and the way back after a fault.
 
 No Gymnasium in here. The one invariant: whenever `step` has returned, the sandbox is in the state that
-executing exactly the ledger's actions produces. A fault puts the sandbox out of that state; it is then thrown
-away and a new one is brought there, from a checkpoint and a replay, before anything else is run.
+executing exactly the ledger's actions produces, or the caller has been told (`Rollback`) that the ledger is
+now shorter. A fault puts the sandbox out of that state; it is then thrown away and a new one is brought
+there, by the ladder of `recovery`, before anything else is run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from belayer_env.checkpoint import CheckpointRef
+from belayer_env.checkpointer import Checkpointer
 from belayer_env.errors import (
     CheckpointRefused,
     Fault,
@@ -21,27 +25,24 @@ from belayer_env.errors import (
     StoreFull,
 )
 from belayer_env.ledger import Ledger, Step
-from belayer_env.policy import CheckpointPolicy, Moment
-from belayer_env.recovery import Recovery
+from belayer_env.policy import CheckpointPolicy
+from belayer_env.recovery import Recovery, task_digest_of
+from belayer_env.rollback import Rollback
 from belayer_env.sandbox.base import Sandbox, SandboxRuntime
 from belayer_env.sandbox.shell import check_command
 from belayer_env.spec import ExecResult, Task
+from belayer_env.standby import Standby
 from belayer_env.store import Store
-from belayer_env.telemetry import CheckpointRecord, RecoveryRecord, StepRecord, Telemetry
+from belayer_env.telemetry import RecoveryRecord, StepRecord, Telemetry
 
 __all__ = ["Episode"]
 
 ACTION_ATTEMPTS = 3
 """How often one action may take its sandbox down before it is the action that is to blame."""
 
-KEPT_CHECKPOINTS = 2
-"""Of those the policy made: the newest, and one to fall back on should it be damaged."""
-
-MOST_SKIPPED_BUBBLES = 16
-
 
 class Episode:
-    """Made by `begin` or `resume`; `close` is owed. Used by one thread at a time."""
+    """Made by `begin`, `resume` or `fork`; `close` is owed. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -52,35 +53,64 @@ class Episode:
         runtime: SandboxRuntime,
         policy: CheckpointPolicy,
         ledger: Ledger,
+        standby: bool = False,
+        standby_bytes: int | None = None,
     ) -> None:
         self.id = episode_id
         self.task = task
         self.ledger = ledger
         self.telemetry = Telemetry()
-        self.terminated = bool(ledger.steps and ledger.steps[-1].terminated)
+        self.terminated = _is_terminated(ledger)
         self._store = store
         self._runtime = runtime
         self._policy = policy
         self._recovery = Recovery(store, runtime, task, episode_id, on_fault=self._note_fault)
+        self._standby_options = (standby, standby_bytes)
+        self._standby = Standby(self._recovery.restored, max_bytes=standby_bytes) if standby else None
+        self._checkpointer = Checkpointer(
+            episode_id,
+            task,
+            store=store,
+            runtime=runtime,
+            policy=policy,
+            telemetry=self.telemetry,
+            on_published=self._prepare_standby,
+        )
         self._sandbox: Sandbox | None = None
-        self._rests_on: CheckpointRef | None = None
-        self._bubbles_to_skip = 0
-        self._refusals = 0
+        self._untold: Rollback | None = None
+        self._burials: list[threading.Thread] = []
 
     @classmethod
-    def begin(cls, task: Task, *, store: Store, runtime: SandboxRuntime, policy: CheckpointPolicy) -> Episode:
+    def begin(
+        cls,
+        task: Task,
+        *,
+        store: Store,
+        runtime: SandboxRuntime,
+        policy: CheckpointPolicy,
+        standby: bool = False,
+        standby_bytes: int | None = None,
+    ) -> Episode:
         """A new episode: a fresh sandbox, the task's setup done, a checkpoint if the policy wants one.
 
         Raises:
             SetupError: the image, the host or the setup commands will not do. Nothing is left running.
             Fault: the sandbox did not survive its start."""
         episode_id = store.begin_episode(task, runtime=runtime.name, policy=str(policy), tier=runtime.tier)
-        episode = cls(episode_id, task, store=store, runtime=runtime, policy=policy, ledger=Ledger())
+        episode = cls(
+            episode_id,
+            task,
+            store=store,
+            runtime=runtime,
+            policy=policy,
+            ledger=Ledger(),
+            standby=standby,
+            standby_bytes=standby_bytes,
+        )
         try:
-            started = time.monotonic()
             episode._sandbox = episode._recovery.fresh()
-            episode.telemetry.reset_s = time.monotonic() - started
-            episode._checkpoint_if_due()
+            episode.telemetry.reset_s = episode.telemetry.now_s()
+            episode._open_bubble()
         except BaseException:
             episode.close()
             raise
@@ -88,32 +118,50 @@ class Episode:
 
     @classmethod
     def resume(
-        cls, episode_id: str, task: Task, *, store: Store, runtime: SandboxRuntime, policy: CheckpointPolicy
+        cls,
+        episode_id: str,
+        task: Task,
+        *,
+        store: Store,
+        runtime: SandboxRuntime,
+        policy: CheckpointPolicy,
+        standby: bool = False,
+        standby_bytes: int | None = None,
     ) -> Episode:
         """Go on with an open episode whose process died: what it left running is swept away, and its last
-        consistent state is brought back from checkpoint and ledger.
+        consistent state is brought back from checkpoint and ledger. Should that be a shorter prefix, the next
+        `step` says so.
 
         Raises:
             InvalidInput: it is unknown, closed, of another task, or its owner lives.
-            RecoveryFailed, ContextDiverged: the state cannot be had again."""
+            RecoveryFailed: the state cannot be had again."""
         record = store.claim_episode(episode_id)
         if record.task_digest != task.digest:
             raise InvalidInput(f"episode {episode_id} is of another task: give the task it was begun with")
         for home in store.homes():
             if home.episode_id == episode_id:
                 runtime.sweep(home.path)
-        ledger = store.load_ledger(episode_id)
-        episode = cls(episode_id, task, store=store, runtime=runtime, policy=policy, ledger=ledger)
+        episode = cls(
+            episode_id,
+            task,
+            store=store,
+            runtime=runtime,
+            policy=policy,
+            ledger=store.load_ledger(episode_id),
+            standby=standby,
+            standby_bytes=standby_bytes,
+        )
         try:
             episode._recover()
         except BaseException:
-            episode._drop_sandbox()  # the episode itself stays: its checkpoints may serve another try
+            episode._suspend()  # the episode itself stays: its checkpoints may serve another try
             raise
         return episode
 
     @property
     def sandbox(self) -> Sandbox:
-        """The sandbox as it is now, perhaps dead: for reward functions, tools and fault drills.
+        """The sandbox as it is now, perhaps dead: for tools and fault drills. What is done to it by others
+        than `step` is not in the ledger, and lost with it.
 
         Raises:
             SandboxGone: a fault took it, and the next step will bring a new one."""
@@ -121,25 +169,36 @@ class Episode:
             raise SandboxGone("the sandbox was lost; the next step recovers it")
         return self._sandbox
 
-    def step(self, action: str) -> Step:
+    def step(self, action: str) -> Step | Rollback:
         """Execute one action, whatever befalls the sandbox meanwhile; the ledger has it when this returns.
+
+        A `Rollback` instead of a step: the action was not run, the ledger has been cut, and the sandbox is in
+        the state of what is left of it.
 
         Raises:
             InvalidInput: the action is no text, or holds NUL. Nothing ran.
-            ContextDiverged: a fault, and the replay after it told another story.
             RecoveryFailed: a fault, and no way back; or the action itself takes its sandbox down each time.
                 Then the state before it has been recovered, and another action may follow."""
         check_command(action)
-        started = time.monotonic()
-        step = self._run_through(action)
-        self._store.append_step(self.id, step)
-        self.ledger.append(step)
-        self.terminated = step.terminated
-        self._checkpoint_if_due()
+        started_s = self.telemetry.now_s()
+        waited_s = self._close_bubble()
+        outcome = self._run_through(action)
+        if isinstance(outcome, Rollback):
+            return outcome
+        self._store.append_step(self.id, outcome)
+        self.ledger.append(outcome)
+        self.terminated = outcome.terminated
         self.telemetry.steps.append(
-            StepRecord(step=step.number, command_s=step.cost_s, total_s=time.monotonic() - started)
+            StepRecord(
+                step=outcome.number,
+                command_s=outcome.cost_s,
+                total_s=self.telemetry.now_s() - started_s,
+                waited_s=waited_s,
+                started_s=started_s,
+            )
         )
-        return step
+        self._open_bubble()
+        return outcome
 
     def checkpoint(self, *, pinned: bool = True) -> CheckpointRef:
         """A full checkpoint of now. ``pinned``: kept until the episode is closed.
@@ -147,39 +206,21 @@ class Episode:
         Raises:
             CheckpointRefused: the sandbox cannot be checkpointed as it is; it goes on unharmed.
             StoreFull: no room; it goes on unharmed.
-            Fault: any other; the next step recovers."""
-        sandbox = self._consistent_sandbox()
-        started = time.monotonic()
-        staging = self._store.staging(self.id)
-        pause_s = 0.0
-        try:
-            saved = sandbox.save(staging)
-            pause_s = saved.pause_s
-            ref = self._store.publish(
-                staging,
-                episode_id=self.id,
-                task_digest=self.task.digest,
-                step=len(self.ledger),
-                saved=saved,
-                runtime=self._runtime.name,
-                image_digest=saved.meta["image_digest"],
-                criu_version=saved.meta["criu_version"],
-                pinned=pinned,
-            )
-        except Fault as fault:
-            self._note_checkpoint("", pause_s, started, error=str(fault))
-            if not isinstance(fault, (CheckpointRefused, StoreFull)):
-                self._note_fault(fault)
-                self._drop_sandbox()
-            elif not sandbox.is_alive():
-                self._drop_sandbox()
-            raise
-        except BaseException:
-            self._drop_sandbox()  # interrupted: nobody can say in what state
-            raise
-        self._note_checkpoint(ref.id, pause_s, started, size_bytes=ref.size_bytes)
-        self._rests_on = ref
-        return ref
+            Fault: the sandbox was lost twice over it; the next step recovers."""
+        self._close_bubble()
+        for attempt in (1, 2):
+            sandbox = self._consistent_sandbox()
+            try:
+                return self._checkpointer.take(sandbox, len(self.ledger), pinned=pinned)
+            except (CheckpointRefused, StoreFull):
+                raise
+            except Fault:
+                if attempt == 2:
+                    raise
+            finally:
+                if self._checkpointer.sandbox_lost:
+                    self._drop_sandbox()
+        raise AssertionError("unreachable")
 
     def restore(self, ref: CheckpointRef) -> None:
         """Go back (or over) to a checkpoint: a new sandbox with its state, and the ledger of its time.
@@ -197,31 +238,93 @@ class Episode:
                 f"checkpoint {ref.id} belongs to episode {ref.episode_id}, not to {self.id}: "
                 "checkpoints end with their episode"
             )
+        self._close_bubble()
+        self.settle()
         sandbox = self._recovery.restored(ref)
         self._drop_sandbox()
         self._sandbox = sandbox
-        self._rests_on = ref
         self.ledger = self._store.rewind_ledger(ref)
-        self.terminated = bool(self.ledger.steps and self.ledger.steps[-1].terminated)
+        self.terminated = _is_terminated(self.ledger)
+        self._untold = None
+        self._checkpointer.stand_on(ref, ref.step)
+
+    def fork(self, n: int, open_store: Callable[[], Store] | None = None) -> list[Episode]:
+        """``n`` episodes from one instant, now: each with a sandbox, a ledger (the same so far) and a
+        lifetime of its own, restored in parallel from one checkpoint. This episode goes on as before.
+        ``open_store``: opens this episode's store once more, for a fork that is to outlive it.
+
+        Raises:
+            InvalidInput: ``n`` is below 1.
+            Fault: the checkpoint or a restore failed; then there is no fork at all."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise InvalidInput(f"fork(n) takes a whole number of envs, 1 or more, not {n!r}")
+        ref = self.checkpoint(pinned=False)
+        verified = self._recovery.verified(ref)
+        forks: list[Episode] = []
+        try:
+            for _ in range(n):
+                store = open_store() if open_store is not None else self._store
+                episode_id, own_ref = store.fork_episode(ref, policy=str(self._policy))
+                standby, standby_bytes = self._standby_options
+                fork = Episode(
+                    episode_id,
+                    self.task,
+                    store=store,
+                    runtime=self._runtime,
+                    policy=self._policy,
+                    ledger=store.load_ledger(episode_id),
+                    standby=standby,
+                    standby_bytes=standby_bytes,
+                )
+                fork._checkpointer.stand_on(own_ref, own_ref.step)
+                forks.append(fork)
+            with ThreadPoolExecutor(n, thread_name_prefix="belayer-fork") as pool:
+                sandboxes = [pool.submit(fork._recovery.restored, ref, verified) for fork in forks]
+            for fork, sandbox in zip(forks, sandboxes, strict=True):
+                fork._sandbox = sandbox.result() if sandbox.exception() is None else None
+            failure = next((s.exception() for s in sandboxes if s.exception() is not None), None)
+            if failure is not None:
+                raise failure
+        except BaseException:
+            for fork in forks:
+                fork.close()
+            raise
+        return forks
+
+    def hint_bubble(self, seconds: float) -> None:
+        """What a rollout client knows of the wait that is coming or under way: seconds until the next
+        action."""
+        self._checkpointer.bubbles.hint(seconds)
+
+    def settle(self) -> None:
+        """Wait until what runs in the background (a checkpoint being published, a standby being made) is
+        done."""
+        self._checkpointer.settle()
 
     def close(self) -> None:
         """End it: the sandbox, its checkpoints and its ledger go. Idempotent, never raises."""
-        self._drop_sandbox()
+        self._suspend()
         with contextlib.suppress(Exception):
             self._store.end_episode(self.id)
 
     # -- one action
-    # --------------------------------------------------------------------------------------------
 
-    def _run_through(self, action: str) -> Step:
+    def _run_through(self, action: str) -> Step | Rollback:
         """Run the action in a consistent sandbox, over faults; its step, not yet in the ledger."""
         for attempt in range(1, ACTION_ATTEMPTS + 1):
             sandbox = self._consistent_sandbox()
+            if self._untold is not None:
+                rollback, self._untold = self._untold, None
+                return rollback
             try:
                 return self._attempt(sandbox, action)
             except Fault as fault:
                 self._note_fault(fault)
+                if not fault.begun and sandbox.is_alive() and sandbox.answers():
+                    continue  # nothing was lost
                 self._drop_sandbox()
+                if fault.begun and self.task.replay == "never":
+                    return self._told_of_unknown_effects(fault)
                 if attempt == ACTION_ATTEMPTS:
                     self._recover()
                     raise RecoveryFailed(
@@ -232,21 +335,25 @@ class Episode:
                 # The reward's own error, or an interrupt: the action had effects that no ledger holds.
                 self._drop_sandbox()
                 raise
-        raise AssertionError("unreachable")
+        raise RecoveryFailed(f"the action could not be begun in {ACTION_ATTEMPTS} attempts: {action[:200]!r}")
 
     def _attempt(self, sandbox: Sandbox, action: str) -> Step:
         result = sandbox.run(action)
-        step = self._step_of(action, result)
         if self.task.reward is None:
-            return step
-        seen = Ledger((*self.ledger.steps, step))
-        verdict = self.task.reward(sandbox, seen)
+            return self._step_of(action, result)
+        seen = Ledger((*self.ledger.steps, self._step_of(action, result)))
+        try:
+            verdict = self.task.reward(sandbox, seen)
+        except Fault as fault:
+            fault.begun = True  # the action ran, whatever the reward's own command did
+            raise
         reward, terminated = verdict if isinstance(verdict, tuple) else (verdict, False)
         return self._step_of(action, result, reward=float(reward), terminated=bool(terminated))
 
     def _step_of(
         self, action: str, result: ExecResult, *, reward: float = 0.0, terminated: bool = False
     ) -> Step:
+        foothold = self._checkpointer.foothold
         return Step(
             number=len(self.ledger) + 1,
             action=action,
@@ -256,13 +363,13 @@ class Episode:
             output_truncated=result.output_truncated,
             shell_restarted=result.shell_restarted,
             cost_s=result.duration_s,
-            checkpoint_id=self._rests_on.id if self._rests_on is not None else None,
+            digest=task_digest_of(self.task, result),
+            checkpoint_id=foothold.ref.id if foothold is not None else None,
             reward=reward,
             terminated=terminated,
         )
 
     # -- recovery
-    # ----------------------------------------------------------------------------------------------
 
     def _consistent_sandbox(self) -> Sandbox:
         if self._sandbox is None:
@@ -271,65 +378,92 @@ class Episode:
         return self._sandbox
 
     def _recover(self) -> None:
-        recovered = self._recovery.recover(self.ledger)
+        """Bring a sandbox to the end of the ledger; or cut the ledger to where one could be brought, and keep
+        the rollback for the next step to tell."""
+        started_s = self.telemetry.now_s()
+        self.settle()  # the checkpoint being published may be the best rung
+        recovered = self._recovery.recover(self.ledger, self._standby)
         self._sandbox = recovered.sandbox
-        self._rests_on = recovered.rung.checkpoint
+        num_replayed = recovered.step - recovered.rung.step
+        if recovered.rollback is not None:
+            self._store.cut_ledger(self.id, recovered.step)
+            self._store.forget_after(self.id, recovered.step)
+            self.ledger.cut(recovered.step)
+            self.terminated = _is_terminated(self.ledger)
+            earlier = self._untold
+            # Two in a row before anybody was told: the shorter prefix is what holds.
+            if earlier is None or recovered.step < earlier.to_step:
+                self._untold = recovered.rollback
+        self._checkpointer.stand_on(recovered.rung.checkpoint, recovered.rung.step)
         self.telemetry.recoveries.append(
             RecoveryRecord(
                 step=len(self.ledger) + 1,
                 rung=str(recovered.rung),
-                tried=recovered.tried,
-                num_replayed=recovered.num_replayed,
-                total_s=recovered.total_s,
+                tried=tuple(str(attempt) for attempt in recovered.attempts[:-1]),
+                num_replayed=num_replayed,
+                total_s=self.telemetry.now_s() - started_s,
+                rolled_back_to=recovered.step if recovered.rollback is not None else None,
+                started_s=started_s,
             )
         )
+        if self._standby is not None and recovered.rung.checkpoint is not None:
+            ref = recovered.rung.checkpoint
+            self._in_background(lambda: self._prepare_standby(ref))
+
+    def _told_of_unknown_effects(self, fault: Fault) -> Rollback:
+        self._recover()
+        rollback, self._untold = self._untold, None
+        return rollback or Rollback(
+            to_step=len(self.ledger),
+            reason=f"a fault hit the command under way ({fault}), and this task's commands must not be run twice",
+        )
+
+    def _prepare_standby(self, ref: CheckpointRef) -> None:
+        if self._standby is not None:
+            self._standby.prepare(ref)
+            self.telemetry.standby_bytes = self._standby.memory_bytes
+            self.telemetry.standby_refusal = self._standby.refusal
+
+    # -- the sandbox's end
 
     def _drop_sandbox(self) -> None:
-        if self._sandbox is not None:
-            self._sandbox.destroy()
-            self._sandbox = None
+        """Part with the sandbox: killed now, cleared away in the background, where no step waits for it."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            self._in_background(sandbox.destroy)
+
+    def _in_background(self, work: object) -> None:
+        assert callable(work)
+        thread = threading.Thread(target=work, name=f"belayer-{self.id}", daemon=True)
+        thread.start()
+        self._burials = [*(old for old in self._burials if old.is_alive()), thread]
+
+    def _suspend(self) -> None:
+        """Let go of everything that runs, and of nothing that is on disk. Never raises."""
+        self._checkpointer.close()
+        self._drop_sandbox()
+        for thread in self._burials:
+            thread.join()
+        if self._standby is not None:
+            self._standby.drop()
 
     def _note_fault(self, fault: Fault) -> None:
         self.telemetry.note_fault(len(self.ledger) + 1, fault)
 
-    # -- checkpoints by policy
-    # ---------------------------------------------------------------------------------
+    # -- bubbles
 
-    def _checkpoint_if_due(self) -> None:
-        """In the bubble after a step. What goes wrong here costs no step: it is noted, and recovery is the
-        next step's business."""
-        if self.terminated:
-            return
-        if self._bubbles_to_skip > 0:
-            self._bubbles_to_skip -= 1
-            return
-        last_step = self._rests_on.step if self._rests_on is not None else None
-        at_risk_s = sum(step.cost_s for step in self.ledger.since(last_step or 0))
-        moment = Moment(step=len(self.ledger), last_checkpoint_step=last_step, at_risk_s=at_risk_s)
-        if not self._policy.is_due(moment):
-            return
-        try:
-            self.checkpoint(pinned=False)
-        except (CheckpointRefused, StoreFull):
-            # Whatever refuses now (a debugger, a full disk) is likely to refuse in the next bubble too.
-            self._refusals += 1
-            self._bubbles_to_skip = min(2 ** (self._refusals - 1), MOST_SKIPPED_BUBBLES)
-        except Fault:
-            pass  # noted by checkpoint()
-        else:
-            self._refusals = 0
-            self._store.prune(self.id, KEPT_CHECKPOINTS)
+    def _open_bubble(self) -> None:
+        if self._sandbox is not None and not self.terminated:
+            self._checkpointer.open_bubble(self._sandbox, self.ledger)
 
-    def _note_checkpoint(
-        self, checkpoint_id: str, pause_s: float, started: float, *, size_bytes: int = 0, error: str = ""
-    ) -> None:
-        self.telemetry.checkpoints.append(
-            CheckpointRecord(
-                step=len(self.ledger),
-                id=checkpoint_id,
-                pause_s=pause_s,
-                total_s=time.monotonic() - started,
-                size_bytes=size_bytes,
-                error=error,
-            )
-        )
+    def _close_bubble(self) -> float:
+        """Seconds that the checkpoint of this bubble made the caller wait."""
+        waited_s = self._checkpointer.close_bubble()
+        if self._checkpointer.sandbox_lost:
+            self._drop_sandbox()
+        return waited_s
+
+
+def _is_terminated(ledger: Ledger) -> bool:
+    steps: Sequence[Step] = ledger.steps
+    return bool(steps and steps[-1].terminated)

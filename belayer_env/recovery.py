@@ -1,9 +1,9 @@
 """From a fault to a consistent state: the ladder. The order of its rungs is pure; `Recovery` climbs it.
 
-    restore the newest checkpoint  ->  an older one  ->  ...  ->  a fresh sandbox with the task's setup
-and from whichever rung holds, replay the ledger's later steps, comparing each observation by its digest.
-A standby will be one more kind of rung, in front.
-"""
+    swap in the standby  ->  restore the newest checkpoint  ->  an older one  ->  ...  ->  a fresh sandbox
+and from whichever rung holds, replay the ledger's later steps, comparing each observation by its digest. A
+step that tells another story cuts the context: the state becomes that before it, and the agent is told
+(`Rollback`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tenacity
 
-from belayer_env.checkpoint import CheckpointRef, check_host, host_fingerprint
+from belayer_env.checkpoint import CheckpointRef, Manifest, check_host, host_fingerprint
 from belayer_env.errors import (
     ContextDiverged,
     EngineUnavailable,
@@ -22,21 +22,30 @@ from belayer_env.errors import (
     IncompatibleCheckpoint,
     RecoveryFailed,
     SandboxGone,
-    StoreFull,
     TaskSetupFailed,
 )
 from belayer_env.ledger import Ledger, Step, observation_digest
+from belayer_env.rollback import Rollback
 from belayer_env.sandbox.base import Sandbox, SandboxRuntime
 from belayer_env.spec import ExecResult, Task
+from belayer_env.standby import Standby
 from belayer_env.store import Store
+from belayer_env.volatile import compile_volatile, normalise
 
-__all__ = ["Recovered", "Recovery", "Rung", "ladder"]
+__all__ = ["Attempt", "Budget", "Recovered", "Recovery", "Rung", "ladder", "task_digest_of"]
 
 ENGINE_PATIENCE_S = 60.0
 """How long a container engine may take to come back (a restart of dockerd takes some seconds)."""
 
-REPLAY_ATTEMPTS = 3
-"""Fresh tries at one rung when the new sandbox dies in the middle of the replay."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What one recovery may take: tries in all, tries at one rung when its new sandbox dies under the replay,
+    and seconds. A rung under way at the end of the seconds is finished."""
+
+    attempts: int = 24
+    attempts_per_rung: int = 3
+    seconds: float = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +53,50 @@ class Rung:
     """A way to a sandbox that contains the first ``step`` steps. ``checkpoint`` None: a fresh one."""
 
     checkpoint: CheckpointRef | None
-
-    @property
-    def step(self) -> int:
-        """How many of the ledger's steps it contains already."""
-        return self.checkpoint.step if self.checkpoint is not None else 0
+    step: int = 0
+    is_standby: bool = False
 
     def __str__(self) -> str:
-        return f"restore {self.checkpoint.id} (step {self.step})" if self.checkpoint else "fresh"
+        if self.checkpoint is None:
+            return "fresh"
+        return f"{'standby' if self.is_standby else 'restore'} {self.checkpoint.id} (step {self.step})"
 
 
-def ladder(checkpoints: Iterable[CheckpointRef]) -> tuple[Rung, ...]:
-    """All rungs, the best first. ``checkpoints``: those the ledger grew from, newest first."""
-    return (*(Rung(ref) for ref in checkpoints), Rung(None))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try at one rung; ``error`` is empty for the one that held."""
+
+    rung: Rung
+    error: str
+    total_s: float
+
+    def __str__(self) -> str:
+        return f"{self.rung}: {self.error or 'held'}"
+
+
+def ladder(
+    checkpoints: Iterable[tuple[CheckpointRef, int]], *, standby: str | None = None
+) -> tuple[Rung, ...]:
+    """All rungs, the best first. ``checkpoints``: those the ledger grew from, newest first, each with the
+    step its state is that of. ``standby``: the id of the checkpoint that has a paused clone."""
+    rungs = []
+    for ref, step in checkpoints:
+        if ref.id == standby:
+            rungs.append(Rung(ref, step, is_standby=True))
+        rungs.append(Rung(ref, step))
+    return (*rungs, Rung(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """A sandbox in the state that exactly the ledger's steps produce."""
+    """A sandbox in the state that exactly the ledger's first ``step`` steps produce. ``rollback`` is set
+    where that is not all of them."""
 
     sandbox: Sandbox
     rung: Rung
-    tried: tuple[str, ...]
-    num_replayed: int
-    total_s: float
+    step: int
+    attempts: tuple[Attempt, ...]
+    rollback: Rollback | None
 
 
 class Recovery:
@@ -81,6 +110,8 @@ class Recovery:
         episode_id: str,
         *,
         on_fault: Callable[[Fault], None],
+        budget: Budget | None = None,
+        clock: Callable[[], float] = time.monotonic,
         retrying: tenacity.Retrying | None = None,
     ) -> None:
         """``on_fault`` hears of every fault met on the way. ``retrying`` is what carries a call over an
@@ -90,6 +121,8 @@ class Recovery:
         self._task = task
         self._episode_id = episode_id
         self._on_fault = on_fault
+        self._budget = budget or Budget()
+        self._clock = clock
         self._retrying = retrying or tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(EngineUnavailable),
             stop=tenacity.stop_after_delay(ENGINE_PATIENCE_S),
@@ -118,54 +151,100 @@ class Recovery:
             raise
         return sandbox
 
-    def restored(self, ref: CheckpointRef) -> Sandbox:
-        """A new sandbox with a checkpoint's state.
+    def verified(self, ref: CheckpointRef) -> tuple[Manifest, Path]:
+        """A checkpoint's manifest and directory, its files proven what they were, and fit for this host.
 
         Raises:
             CheckpointCorrupt: damaged; marked so, and listed no more.
-            IncompatibleCheckpoint: not for this host, runtime or image.
-            RestoreFailed: it did not come back to life."""
+            IncompatibleCheckpoint: not for this host or runtime."""
         manifest, directory = self._store.open_checkpoint(ref)
         check_host(manifest, host_fingerprint(manifest.host.criu_version), runtime=self._runtime.name)
+        return manifest, directory
+
+    def restored(self, ref: CheckpointRef, verified: tuple[Manifest, Path] | None = None) -> Sandbox:
+        """A new sandbox with a checkpoint's state. ``verified``: what `verified` gave, if that was just done.
+
+        Raises:
+            CheckpointCorrupt, IncompatibleCheckpoint: see `verified`.
+            RestoreFailed: it did not come back to life."""
+        manifest, directory = verified or self.verified(ref)
         return self._made(
             lambda home: self._runtime.restore(self._task.sandbox, directory, manifest.meta, home)
         )
 
-    def recover(self, ledger: Ledger) -> Recovered:
-        """A sandbox in which exactly the ledger's steps have been executed.
+    def recover(self, ledger: Ledger, standby: Standby | None = None) -> Recovered:
+        """A sandbox in which exactly the ledger's steps have been executed; or the longest prefix of them
+        that can be had again, with a rollback that says so.
+
+        Raises:
+            RecoveryFailed: no rung held within the budget; ``tried`` has them all."""
+        started = self._clock()
+        attempts: list[Attempt] = []
+        target, rollback = len(ledger), None
+        while True:
+            try:
+                sandbox, rung = self._climb(ledger, target, standby, attempts, started)
+            except ContextDiverged as diverged:
+                # What has run of it cannot be taken back in place: climb again, to just before it.
+                target = diverged.step - 1
+                rollback = Rollback(to_step=target, reason=str(diverged), diverged_step=diverged.step)
+                continue
+            if self._task.replay == "never" and rung.step < target:
+                target = rung.step
+                reason = "the environment was lost, and this task's commands must not be run twice"
+                rollback = Rollback(to_step=target, reason=reason)
+            return Recovered(
+                sandbox=sandbox, rung=rung, step=target, attempts=tuple(attempts), rollback=rollback
+            )
+
+    def _climb(
+        self, ledger: Ledger, target: int, standby: Standby | None, attempts: list[Attempt], started: float
+    ) -> tuple[Sandbox, Rung]:
+        """Up the ladder to the first rung that holds, and from there to step ``target``.
 
         Raises:
             ContextDiverged: a replayed step gave another observation.
-            RecoveryFailed: no rung held; ``tried`` has them all."""
-        started = time.monotonic()
-        tried: list[str] = []
-        for rung in ladder(self._store.checkpoints(self._episode_id)):
-            for _ in range(REPLAY_ATTEMPTS):
+            RecoveryFailed: none held."""
+        checkpoints = [
+            (ref, self._store.covered_step(ref)) for ref in self._store.checkpoints(self._episode_id)
+        ]
+        # A state after ``target`` is of no use: its steps have been told otherwise.
+        usable = [(ref, min(step, target)) for ref, step in checkpoints if ref.step <= target]
+        for rung in ladder(usable, standby=standby.checkpoint_id if standby is not None else None):
+            later = ledger.prefix(target)[rung.step :] if self._task.replay == "always" else ()
+            for _ in range(self._budget.attempts_per_rung):
+                if len(attempts) >= self._budget.attempts or self._clock() - started > self._budget.seconds:
+                    raise self._failed(ledger, attempts)
+                began = self._clock()
                 try:
-                    sandbox = self._stand_on(rung, ledger.since(rung.step))
-                except ContextDiverged:
+                    sandbox = self._stand_on(rung, later, standby)
+                except ContextDiverged as diverged:
+                    attempts.append(Attempt(rung=rung, error=str(diverged), total_s=self._clock() - began))
+                    self._on_fault(diverged)
                     raise
                 except (Fault, IncompatibleCheckpoint, TaskSetupFailed) as error:
-                    tried.append(f"{rung}: {error}")
+                    attempts.append(Attempt(rung=rung, error=str(error), total_s=self._clock() - began))
                     if isinstance(error, Fault):
                         self._on_fault(error)
-                    if isinstance(error, StoreFull):
-                        break  # the next rung may need less
-                    if not isinstance(error, SandboxGone):
-                        break  # this rung does not hold; a sandbox that died under a replay may, next time
+                    if rung.is_standby or not isinstance(error, SandboxGone):
+                        break  # this rung does not hold; a sandbox that died under its replay may, next time
                 else:
-                    return Recovered(
-                        sandbox=sandbox,
-                        rung=rung,
-                        tried=tuple(tried),
-                        num_replayed=len(ledger) - rung.step,
-                        total_s=time.monotonic() - started,
-                    )
-        lines = "\n  ".join(tried)
-        raise RecoveryFailed(f"no way back to step {len(ledger)}; tried\n  {lines}", tried=tuple(tried))
+                    attempts.append(Attempt(rung=rung, error="", total_s=self._clock() - began))
+                    return sandbox, rung
+        raise self._failed(ledger, attempts)
 
-    def _stand_on(self, rung: Rung, later: Sequence[Step]) -> Sandbox:
-        sandbox = self.restored(rung.checkpoint) if rung.checkpoint is not None else self.fresh()
+    def _failed(self, ledger: Ledger, attempts: Sequence[Attempt]) -> RecoveryFailed:
+        tried = tuple(str(attempt) for attempt in attempts)
+        lines = "\n  ".join(tried)
+        return RecoveryFailed(f"no way back to step {len(ledger)}; tried\n  {lines}", tried=tried)
+
+    def _stand_on(self, rung: Rung, later: Sequence[Step], standby: Standby | None) -> Sandbox:
+        if rung.checkpoint is None:
+            sandbox = self.fresh()
+        elif rung.is_standby and standby is not None:
+            sandbox = standby.take()
+        else:
+            sandbox = self.restored(rung.checkpoint)
         try:
             for step in later:
                 self._replay(sandbox, step)
@@ -176,16 +255,14 @@ class Recovery:
 
     def _replay(self, sandbox: Sandbox, step: Step) -> None:
         result = sandbox.run(step.action)
-        digest = observation_digest(result.output, result.exit_code, result.timed_out)
-        if digest != step.digest:
+        if task_digest_of(self._task, result) != step.digest:
             raise ContextDiverged(
-                f"step {step.number} ({step.action!r}) was replayed and gave another observation: "
+                f"step {step.number} ({step.action[:200]!r}) was replayed and gave another observation: "
                 f"{_difference(step, result)}",
                 step=step.number,
             )
         if self._task.reward is not None:
             # Its value is in the ledger; but whatever it ran is part of the state that the next steps saw.
-            # What it raises, it raised then too, or recovery would not be here for this step.
             self._task.reward(sandbox, Ledger(self._store.load_ledger(self._episode_id).prefix(step.number)))
 
     def _made(self, make: Callable[[Path], Sandbox]) -> Sandbox:
@@ -202,6 +279,12 @@ class Recovery:
         return self._retrying(attempt)
 
 
+def task_digest_of(task: Task, result: ExecResult) -> str:
+    """The digest by which a replay of this result is recognised, the task's volatile parts left out."""
+    observation = normalise(result.output, compile_volatile(tuple(task.volatile)))
+    return observation_digest(observation, result.exit_code, result.timed_out)
+
+
 def _difference(step: Step, result: ExecResult) -> str:
     if step.timed_out != result.timed_out:
         return f"timed_out was {step.timed_out} and is {result.timed_out}"
@@ -210,5 +293,5 @@ def _difference(step: Step, result: ExecResult) -> str:
     before, now = step.observation.splitlines(), result.output.splitlines()
     for old, new in zip(before, now, strict=False):
         if old != new:
-            return f"{old[:200]!r} was {new[:200]!r}"
-    return f"{len(before)} lines were {len(now)}"
+            return f"{old[:200]!r} was told, {new[:200]!r} is now"
+    return f"{len(before)} lines were told, {len(now)} are now"

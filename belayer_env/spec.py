@@ -8,11 +8,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 
 from belayer_env.errors import InvalidInput
+from belayer_env.volatile import compile_volatile
 
 if TYPE_CHECKING:
     from belayer_env.ledger import Ledger
@@ -119,7 +120,10 @@ class Task:
 
     ``setup`` commands run once after every fresh start, in the sandbox's shell, before the agent's first
     step; one that fails ends reset() with TaskSetupFailed. ``instruction`` is reset()'s observation.
-    ``reward``: see `Reward`; None means 0.0 and never terminated."""
+    ``reward``: see `Reward`; None means 0.0 and never terminated.
+    ``volatile``: regular expressions of what may differ between two runs of a command and still mean the
+    same, beside the defaults (see `volatile`). ``replay``: "always", or "never" when commands act on the
+    outside world: after a fault the context is then cut to the last checkpoint instead."""
 
     image: str
     instruction: str = ""
@@ -128,8 +132,16 @@ class Task:
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/root"
+    volatile: Sequence[str] = ()
+    replay: Literal["always", "never"] = "always"
 
     def __post_init__(self) -> None:
+        if isinstance(self.volatile, str):
+            raise InvalidInput("Task.volatile is a list of regular expressions, not one string")
+        object.__setattr__(self, "volatile", tuple(self.volatile))
+        compile_volatile(tuple(self.volatile))
+        if self.replay not in ("always", "never"):
+            raise InvalidInput(f'Task.replay must be "always" or "never", not {self.replay!r}')
         if isinstance(self.setup, str):
             raise InvalidInput("Task.setup is a list of commands, not one string")
         object.__setattr__(self, "setup", tuple(self.setup))
@@ -152,7 +164,13 @@ class Task:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the catalogue. The reward, being code, is not in it."""
-        return {"sandbox": self.sandbox.to_json(), "setup": list(self.setup), "instruction": self.instruction}
+        return {
+            "sandbox": self.sandbox.to_json(),
+            "setup": list(self.setup),
+            "instruction": self.instruction,
+            "volatile": list(self.volatile),
+            "replay": self.replay,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, reward: Reward | None = None) -> Task:
@@ -165,6 +183,8 @@ class Task:
             limits=box.limits,
             setup=tuple(data["setup"]),
             instruction=data["instruction"],
+            volatile=data["volatile"],
+            replay=data["replay"],
             reward=reward,
         )
 

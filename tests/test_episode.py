@@ -17,10 +17,8 @@ import belayer_env.store
 from belayer_env import ContainerEnv, Limits, Task
 from belayer_env.errors import (
     CheckpointCorrupt,
-    ContextDiverged,
     InvalidInput,
     RecoveryFailed,
-    SandboxGone,
     StoreFull,
 )
 from belayer_env.garbage import collect_garbage
@@ -60,9 +58,24 @@ def make(runtime_name: str, store: Path, image: str) -> Iterator[Callable[..., C
     """Makes envs of this test's store and runtime, and closes them."""
     made: list[ContainerEnv] = []
 
-    def make_env(policy: str = "every-2", reward: object = None, **limits: float) -> ContainerEnv:
+    def make_env(
+        policy: str = "every-2",
+        reward: object = None,
+        standby: bool = False,
+        standby_bytes: int | None = None,
+        **limits: float,
+    ) -> ContainerEnv:
         task = Task(image=image, limits=Limits(**limits), reward=reward)  # type: ignore[arg-type]
-        made.append(ContainerEnv(task, store=store, runtime=runtime_name, policy=policy))
+        made.append(
+            ContainerEnv(
+                task,
+                store=store,
+                runtime=runtime_name,
+                policy=policy,
+                standby=standby,
+                standby_bytes=standby_bytes,
+            )
+        )
         return made[-1]
 
     yield make_env
@@ -151,18 +164,196 @@ def test_an_action_that_kills_its_sandbox_each_time_is_told_and_the_state_before
     assert env.step("echo $V")[0] == "before\n"
 
 
-def test_a_replay_that_tells_another_story_names_the_step(make: Callable[..., ContainerEnv]) -> None:
+def test_a_replay_that_tells_another_story_rolls_the_context_back(make: Callable[..., ContainerEnv]) -> None:
     env = make("never")
     env.reset()
-    env.step("true")
-    env.step("date +%N; cat /proc/sys/kernel/random/uuid")
-    env.step("echo later")
+    env.step("V=1")
+    env.step("cat /proc/sys/kernel/random/uuid | tee /root/id")
+    env.step("echo later; V=2")
     env.episode.sandbox.kill()
-    with pytest.raises(ContextDiverged, match="step 2") as caught:
-        env.step("true")
-    assert caught.value.step == 2
+    observation, reward, terminated, truncated, info = env.step("touch /root/never")
+    rollback = info["rollback"]
+    assert (rollback.to_step, rollback.diverged_step) == (1, 2)
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    # A loop that does not look at info has been told in words.
+    assert "after step 1 has been undone" in observation
+    assert observation in env.observation_space
+    assert [step.action for step in env.episode.ledger.steps] == ["V=1"]
+    # The state is that of the prefix: step 2 left nothing, and the action was not run.
+    *_, info = env.step("ls /root; echo $V")
+    assert "rollback" not in info
+    assert env.episode.ledger.steps[-1].observation == "1\n"
+    env.episode.sandbox.kill()
+    assert env.step("echo $V")[0] == "1\n"
+    assert env.telemetry.recoveries[0].rolled_back_to == 1
+
+
+def test_clocks_and_pids_are_no_divergence(make: Callable[..., ContainerEnv]) -> None:
+    env = make("never")
     env.reset()
-    assert env.step("echo fresh")[0] == "fresh\n"
+    env.step("date; date -Is; time true")
+    env.step("sleep 900 & echo started; python3 -c 'print(object())'; mktemp")
+    env.episode.sandbox.kill()
+    *_, info = env.step("echo on")
+    assert "rollback" not in info
+
+
+def test_a_task_that_must_not_replay_goes_back_to_its_checkpoint(
+    runtime_name: str, store: Path, image: str
+) -> None:
+    task = Task(image=image, replay="never")
+    env = ContainerEnv(task, store=store, runtime=runtime_name, policy="never")
+    try:
+        env.reset()
+        env.step("echo 1 >>/root/sent")
+        env.checkpoint()
+        env.step("echo 2 >>/root/sent")
+        env.episode.sandbox.kill()
+        *_, info = env.step("echo 3 >>/root/sent")
+        assert info["rollback"].to_step == 1
+        assert env.step("cat /root/sent")[0] == "1\n"
+        # A fault in mid-command: nobody knows what reached the outside, so the agent decides.
+        killer = threading.Thread(target=_kill_once_it_counts, args=(env,))
+        env.checkpoint()
+        killer.start()
+        *_, info = env.step("echo 4 >>/root/sent; sleep 5")
+        killer.join()
+        assert info["rollback"].to_step == 2
+        assert env.step("cat /root/sent")[0] == "1\n"
+    finally:
+        env.close()
+
+
+def test_a_task_declares_what_may_differ(runtime_name: str, store: Path, image: str) -> None:
+    task = Task(image=image, volatile=[r"[0-9a-f]{8}-[0-9a-f-]{27}"])
+    env = ContainerEnv(task, store=store, runtime=runtime_name, policy="never")
+    try:
+        env.reset()
+        env.step("cat /proc/sys/kernel/random/uuid")
+        env.episode.sandbox.kill()
+        assert env.step("echo on")[0] == "on\n"
+    finally:
+        env.close()
+
+
+def test_a_fault_after_a_rollback_keeps_the_shorter_prefix(make: Callable[..., ContainerEnv]) -> None:
+    env = make("never")
+    env.reset()
+    env.step("echo sure")
+    for _ in range(3):
+        env.step("cat /proc/sys/kernel/random/uuid")
+    env.episode.sandbox.kill()
+    assert env.step("true")[4]["rollback"].to_step == 1
+    assert len(env.episode.ledger) == 1
+    env.episode.sandbox.kill()
+    assert env.step("echo on")[0] == "on\n"
+
+
+def test_the_standby_is_swapped_in_and_replaced(make: Callable[..., ContainerEnv]) -> None:
+    env = make("every-step", standby=True)
+    env.reset()
+    for number in range(1, 4):
+        env.step(f"N={number}; sleep 900 &")
+        env.episode.settle()
+        assert env.telemetry.standby_bytes > 0
+        env.episode.sandbox.kill()
+        assert env.step("echo $N; jobs | wc -l")[0] == f"{number}\n{number}\n"
+        assert env.telemetry.recoveries[-1].rung.startswith("standby ")
+        assert env.telemetry.recoveries[-1].num_replayed == 0
+
+
+def test_a_dead_standby_costs_a_restore_not_the_episode(make: Callable[..., ContainerEnv]) -> None:
+    env = make("every-step", standby=True)
+    env.reset()
+    env.step("V=kept")
+    env.episode.settle()
+    standby = env.episode._standby
+    assert standby is not None
+    assert standby._sandbox is not None
+    standby._sandbox.kill()
+    env.episode.sandbox.kill()
+    assert env.step("echo $V")[0] == "kept\n"
+    assert env.telemetry.recoveries[-1].rung.startswith("restore ")
+    env.episode.settle()
+    env.episode.sandbox.kill()
+    assert env.step("echo $V")[0] == "kept\n"
+
+
+def test_a_standby_that_would_take_too_much_memory_is_not_made(make: Callable[..., ContainerEnv]) -> None:
+    env = make("every-step", standby=True, standby_bytes=1000)
+    env.reset()
+    env.step("V=1")
+    env.episode.settle()
+    assert env.telemetry.standby_bytes == 0
+    assert "standby_bytes is 1000" in env.telemetry.standby_refusal
+    env.episode.sandbox.kill()
+    assert env.step("echo $V")[0] == "1\n"
+
+
+FORK_BOMB = """
+import os, time
+for _ in range(100):
+    try:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+    except OSError:
+        time.sleep(60)
+"""
+
+
+def test_forks_share_a_past_and_nothing_else(make: Callable[..., ContainerEnv]) -> None:
+    env = make("never", memory_bytes=256 * MIB, pids=64)
+    env.reset()
+    env.step("cd /srv; N=5; echo base >f; echo s >/dev/shm/k; python3 -m http.server 8000 >/dev/null 2>&1 &")
+    forks = env.fork(3)
+    try:
+        assert [len(fork.episode.ledger) for fork in forks] == [1, 1, 1]
+        for number, fork in enumerate(forks):
+            fork.step(f"N=$((N+{number})); echo {number} >>f; echo {number} >/dev/shm/k")
+        env.step("echo parent >>f")
+        for number, fork in enumerate(forks):
+            observation = fork.step("echo $N; cat f /dev/shm/k; pwd; pgrep -fc http.[s]erver")[0]
+            assert observation == f"{5 + number}\nbase\n{number}\n{number}\n/srv\n1\n"
+        assert env.step("cat f /dev/shm/k")[0] == "base\nparent\ns\n"
+        # Limits hold in each of them, and each recovers by itself, even once its parent is gone.
+        env.close()
+        for number, fork in enumerate(forks):
+            fork.episode.sandbox.kill()
+            assert fork.step("echo $N; tail -1 f")[0] == f"{5 + number}\n{number}\n"
+            assert fork.telemetry.recoveries[-1].rung.startswith("restore ")
+            fork.step("python3 -c 'bytearray(400_000_000)' 2>/dev/null")
+            assert fork.episode.ledger.steps[-1].exit_code in (1, 137)
+            fork.step(f"python3 -c '{FORK_BOMB}' & sleep 1")
+            assert 20 < len(fork.episode.sandbox.processes()) <= 64
+        grandchildren = forks[0].fork(2)
+        for child in grandchildren:
+            assert child.step("kill $(jobs -p); echo $N")[0].endswith("5\n")
+            child.close()
+    finally:
+        for fork in forks:
+            fork.close()
+
+
+def test_fork_takes_a_whole_number(make: Callable[..., ContainerEnv]) -> None:
+    env = make("never")
+    env.reset()
+    for n in (0, -1, 1.5, True):
+        with pytest.raises(InvalidInput):
+            env.fork(n)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_runs_while_the_caller_waits_for_its_model(make: Callable[..., ContainerEnv]) -> None:
+    env = make("every-step")
+    env.reset()
+    for number in range(3):
+        env.step(f"N={number}")
+        time.sleep(0.6)
+    env.step("true")
+    env.episode.settle()
+    hidden = [record for record in env.telemetry.checkpoints if record.hidden]
+    assert len(hidden) >= 3
+    assert [step.waited_s < 0.5 for step in env.telemetry.steps[1:4]] == [True] * 3
 
 
 def test_a_time_out_is_a_fact_that_a_replay_reproduces(make: Callable[..., ContainerEnv]) -> None:
@@ -293,8 +484,7 @@ def test_the_sandbox_is_lost_while_the_policy_checkpoints(make: Callable[..., Co
     patch.undo()
     assert env.step("echo $V")[0] == "2\n"
     env.episode.sandbox.kill()
-    with pytest.raises(SandboxGone):
-        env.checkpoint()
+    env.checkpoint()  # of the state that the ledger says, which has to be recovered first
     assert env.step("echo $V")[0] == "2\n"
 
 
@@ -432,8 +622,10 @@ def test_a_full_store_fails_the_checkpoint_not_the_episode(
     def full(*args: object, **kwargs: object) -> None:
         raise StoreFull("no room")
 
+    env.episode.settle()
     monkeypatch.setattr(belayer_env.store, "seal", full)
     env.step("V=2")
+    env.episode.settle()
     monkeypatch.undo()
     assert "no room" in env.telemetry.checkpoints[-1].error
     env.episode.sandbox.kill()

@@ -72,6 +72,28 @@ class Sandbox(Protocol):
     def processes(self) -> list[ProcessInfo]:
         """Its processes now, by sandbox pid."""
 
+    def answers(self) -> bool:
+        """Whether its shell answers, within some seconds. Never raises."""
+
+    def fingerprint(self) -> str | None:
+        """The state of files, processes and shell in one word: equal ones mean that nothing has changed. None
+        where that cannot be told cheaply. Never raises."""
+
+    def memory_bytes(self) -> int:
+        """What its processes hold in memory of their own (anonymous pages) now. Never raises."""
+
+    def suspend(self) -> None:
+        """Stop all its processes where they are, until `wake`.
+
+        Raises:
+            RuntimeFailed: they could not be stopped."""
+
+    def wake(self) -> None:
+        """Let a suspended sandbox go on, and prove that it answers.
+
+        Raises:
+            SandboxGone, SandboxHung: it does not."""
+
     def is_alive(self) -> bool:
         """Whether init lives. Never raises."""
 

@@ -172,6 +172,21 @@ class Cgroup:
                     return int(value)
         return 0
 
+    def anonymous_bytes(self) -> int:
+        """Memory of its processes that no file backs; 0 where nothing counts it."""
+        directory, key = (
+            (self.paths["memory"], "total_rss")
+            if "memory" in self.paths
+            else (self.paths.get(UNIFIED), "anon")
+        )
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                for line in (directory / "memory.stat").read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == key:
+                        return int(value)
+        return 0
+
     def kill_all(self, deadline_s: float = 5.0) -> bool:
         """SIGKILL everything in it, frozen or not; False if something still lived at the deadline."""
         until = time.monotonic() + deadline_s

@@ -33,6 +33,7 @@ from belayer_env.spec import ExecResult, SandboxSpec, Tier
 __all__ = ["LIVENESS_DEADLINE_S", "Container"]
 
 LIVENESS_DEADLINE_S = 10.0
+ANSWER_DEADLINE_S = 5.0
 _DEATH_DEADLINE_S = 10.0
 _DYING_S = 0.02
 """What a killed init takes to be gone, unless it is frozen."""
@@ -204,6 +205,34 @@ class Container:
         except OSError:
             return False
         return not _is_zombie(self.pid)
+
+    def answers(self) -> bool:
+        """See `Sandbox.answers`."""
+        try:
+            self.require().ping(ANSWER_DEADLINE_S)
+        except BelayerError:
+            return False
+        return True
+
+    def memory_bytes(self) -> int:
+        """See `Sandbox.memory_bytes`."""
+        return self.cgroup.anonymous_bytes()
+
+    def suspend(self) -> None:
+        """See `Sandbox.suspend`."""
+        self.require()
+        self.cgroup.freeze()
+
+    def wake(self) -> None:
+        """See `Sandbox.wake`."""
+        channel = self.require()
+        if self._has_died(0):
+            raise self.death(begun=False)
+        try:
+            self.cgroup.thaw()
+        except RuntimeFailed as error:
+            raise SandboxGone(f"the suspended sandbox did not wake: {error}") from error
+        channel.ping(ANSWER_DEADLINE_S)
 
     def kill(self) -> None:
         """See `Sandbox.kill`. A drill may call it from a second thread while a command runs."""

@@ -186,6 +186,26 @@ class RuncSandbox:
         """See `Sandbox.processes`."""
         return self._container.processes()
 
+    def answers(self) -> bool:
+        """See `Sandbox.answers`."""
+        return self._container.answers()
+
+    def fingerprint(self) -> str | None:
+        """See `Sandbox.fingerprint`."""
+        return None
+
+    def memory_bytes(self) -> int:
+        """See `Sandbox.memory_bytes`."""
+        return self._container.memory_bytes()
+
+    def suspend(self) -> None:
+        """See `Sandbox.suspend`."""
+        self._container.suspend()
+
+    def wake(self) -> None:
+        """See `Sandbox.wake`."""
+        self._container.wake()
+
     def is_alive(self) -> bool:
         """See `Sandbox.is_alive`."""
         return self._container.is_alive()
