@@ -306,7 +306,7 @@ class Episode:
         last_step = self._rests_on.step if self._rests_on is not None else None
         at_risk_s = sum(step.cost_s for step in self.ledger.since(last_step or 0))
         moment = Moment(step=len(self.ledger), last_checkpoint_step=last_step, at_risk_s=at_risk_s)
-        if not self._policy.is_due(moment):
+        if not self._policy.decide(moment).checkpoint:
             return
         try:
             self.checkpoint(pinned=False)
