@@ -16,7 +16,7 @@ from typing import Any
 from belayer_env.checkpoint import CheckpointRef
 from belayer_env.errors import CheckpointRefused, Fault, StoreFull
 from belayer_env.ledger import Ledger
-from belayer_env.limiter import Limiter
+from belayer_env.limiter import CheckpointLimiter
 from belayer_env.policy import CheckpointPolicy, Decision, EveryN, EveryStep, Moment, Never
 from belayer_env.predict import BubblePredictor, CostPredictor, FaultRate
 from belayer_env.sandbox.base import Sandbox, SandboxRuntime, Saved
@@ -57,7 +57,7 @@ class Checkpointer:
         runtime: SandboxRuntime,
         policy: CheckpointPolicy,
         telemetry: Telemetry,
-        limiter: Limiter | None = None,
+        limiter: CheckpointLimiter | None = None,
         on_published: Callable[[CheckpointRef], None] = lambda ref: None,
     ) -> None:
         """``on_published`` is called, in the background, with each new checkpoint."""
@@ -67,7 +67,7 @@ class Checkpointer:
         self._runtime = runtime
         self._policy = policy
         self._telemetry = telemetry
-        self._limiter = limiter or Limiter()
+        self._limiter = limiter or CheckpointLimiter()
         self._on_published = on_published
         self.foothold: Foothold | None = None
         self.sandbox_lost = False

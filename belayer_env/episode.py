@@ -415,7 +415,7 @@ class Episode:
         rollback, self._untold = self._untold, None
         return rollback or Rollback(
             to_step=len(self.ledger),
-            reason=f"a fault hit the command under way ({fault}), and this task's commands must not be run twice",
+            reason=f"a fault hit the command under way ({fault}), and this task's commands are not run twice",
         )
 
     def _prepare_standby(self, ref: CheckpointRef) -> None:

@@ -15,7 +15,8 @@ __all__ = ["Collected", "collect_garbage"]
 class Collected:
     """What one collection removed, by id, and what it could not ("id: why").
 
-    ``resumable``: open episodes whose process is dead. They stay, with their checkpoints, unless asked for."""
+    ``resumable``: open episodes whose process is dead. They stay, with their checkpoints, unless asked
+    for."""
 
     sandboxes: tuple[str, ...]
     partials: tuple[str, ...]
@@ -27,14 +28,15 @@ class Collected:
 def collect_garbage(store: Store, *, episodes: bool = False) -> Collected:
     """Remove the sandboxes, mounts, namespaces, cgroups and files that have no living owner.
 
-    ``episodes``: end the open episodes of dead processes as well; they cannot be resumed then. Idempotent, and
-    harmless beside running envs: what a living process owns is not touched."""
+    ``episodes``: end the open episodes of dead processes as well; they cannot be resumed then. Idempotent,
+    and harmless beside running envs: what a living process owns is not touched."""
     swept, failed = [], []
     for home in store.homes():
         if home.is_owned:
             continue
         try:
-            # A home whose owner.json is unreadable says no runtime; runc's sweep goes by the home's name alone.
+            # A home whose owner.json is unreadable says no runtime; runc's sweep goes by the home's name
+            # alone.
             open_sweeper(home.runtime or "runc", store).sweep(home.path)
             swept.append(home.id)
         except BelayerError as error:

@@ -30,8 +30,8 @@ class Rollback:
         )
         return (
             "[environment rolled back] The environment failed and was brought back to an earlier state. "
-            f"{undone}: those commands have no effect any more, their output no longer describes the environment, and "
-            "the last command was not run. Look at the current state before going on.\n"
+            f"{undone}: those commands have no effect any more, their output no longer describes "
+            "the environment, and the last command was not run. Look at the current state before going on.\n"
         )
 
 

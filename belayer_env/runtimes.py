@@ -49,8 +49,8 @@ def open_runtime(
 
 
 def open_sweeper(name: str, store: Store) -> SandboxRuntime:
-    """A runtime to sweep homes with: whatever tier it gives, and if its parts have been uninstalled, as far as it
-    goes without them.
+    """A runtime to sweep homes with: whatever tier it gives, and if its parts have been uninstalled, as far
+    as it goes without them.
 
     Raises:
         InvalidInput: no such name.

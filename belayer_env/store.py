@@ -346,7 +346,9 @@ class Store:
             db.execute("UPDATE episodes SET head = ? WHERE id = ?", (head, episode_id))
             db.execute(
                 "INSERT INTO checkpoints (id, episode_id, task_digest, step, tier, size_bytes,"
-                " manifest_digest, state, pinned, head, owner, directory) SELECT ?, ?, task_digest, step, tier, size_bytes,"
+                " manifest_digest, state, pinned, head, owner, directory)"
+                " SELECT ?, ?, task_digest, step, tier,"
+                " size_bytes,"
                 " manifest_digest, state, 0, ?, ?, directory FROM checkpoints WHERE id = ?",
                 (checkpoint_id, episode_id, head, token, ref.id),
             )

@@ -33,7 +33,7 @@ from belayer_env.host.criu_find import find_criu
 from belayer_env.host.probe import runtime_tier
 from belayer_env.sandbox.base import Sandbox
 from belayer_env.sandbox.docker import DockerRuntime
-from belayer_env.sandbox.docker_checkpoint import engine_externals, restores_tcp
+from belayer_env.sandbox.docker_checkpoint import engine_externals, runc_restores
 from belayer_env.sandbox.docker_engine import Engine
 from belayer_env.sandbox.layers import LayerStore
 from belayer_env.spec import MIB, Tier
@@ -296,11 +296,28 @@ class TestFull:
             "c = socket.create_connection(('127.0.0.1', 7000))\na, _ = s.accept()\nprint('up', flush=True)\n"
             "while True:\n    c.send(b'x')\n    open('/root/n', 'wb').write(a.recv(1))\n    time.sleep(.05)",
         )
-        if restores_tcp():
+        if "tcp-established" in runc_restores():
             assert full.reborn(sandbox).run("rm -f /root/n; sleep .4; cat /root/n").output == "x"
         else:
             refused = refusal(sandbox, tmp_path)
             assert refused.cause == "tcp-connection"
+            assert "/etc/criu/runc.conf" in str(refused)
+
+    def test_file_lock_is_refused_unless_the_engine_restores_it(
+        self, full: Sandboxes, tmp_path: Path
+    ) -> None:
+        sandbox = full.create()
+        start_python(
+            sandbox,
+            "import fcntl, time\nf = open('/root/lock', 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\n"
+            "print('up', flush=True)\ntime.sleep(900)",
+        )
+        if "file-locks" in runc_restores():
+            again = full.reborn(sandbox)
+            assert again.run("flock -n /root/lock echo free || echo held").output == "held\n"
+        else:
+            refused = refusal(sandbox, tmp_path)
+            assert refused.cause == "file-lock"
             assert "/etc/criu/runc.conf" in str(refused)
 
     def test_process_of_another_user_comes_back_or_is_refused_by_name(self, full: Sandboxes) -> None:
@@ -608,12 +625,16 @@ def test_externals_name_every_mount_from_outside_as_runc_does() -> None:
 
 @pytest.mark.parametrize(
     ("text", "restored"),
-    [("tcp-established\n", True), ("# tcp-established is off\nfile-locks\n", False), (None, False)],
+    [
+        ("tcp-established\nfile-locks\n", ("tcp-established", "file-locks")),
+        ("# tcp-established is off\nlink-remap\n", ()),
+        (None, ()),
+    ],
 )
-def test_tcp_is_restored_only_where_the_host_says_so(
-    tmp_path: Path, text: str | None, restored: bool
+def test_runc_restores_only_what_the_host_says(
+    tmp_path: Path, text: str | None, restored: tuple[str, ...]
 ) -> None:
     options = tmp_path / "runc.conf"
     if text is not None:
         options.write_text(text)
-    assert restores_tcp(options) is restored
+    assert runc_restores(options) == restored

@@ -197,7 +197,7 @@ def test_bad_arguments_are_refused_with_the_right_forms(task: Task, store_dir: P
     with pytest.raises(InvalidInput, match="runc"):
         ContainerEnv(task, store=store_dir, runtime="runcc")
     with pytest.raises(InvalidInput, match="full"):
-        ContainerEnv(task, store=store_dir, require="fulll")  # type: ignore[arg-type]
+        ContainerEnv(task, store=store_dir, require="half")  # type: ignore[arg-type]
     with pytest.raises(NotText):
         ContainerEnv("python:3.12", store=store_dir)  # type: ignore[arg-type]
     blocked = store_dir / "file"

@@ -27,7 +27,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 def ps(
     store: StoreOption = None,
     episodes: Annotated[
-        bool, typer.Option("--episodes", help="List open episodes (which can be resumed) instead of sandboxes.")
+        bool, typer.Option("--episodes", help="List open episodes, which can be resumed, instead.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,7 +54,7 @@ def gc(
     store: StoreOption = None,
     episodes: Annotated[
         bool,
-        typer.Option("--episodes", help="Also end open episodes whose process is dead (they cannot be resumed then)."),
+        typer.Option("--episodes", help="Also end open episodes of dead processes, for good."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -121,8 +121,8 @@ def _report(collected: Collected) -> None:
     typer.echo(f"removed {removed}" if removed else "nothing to remove")
     if collected.resumable:
         typer.echo(
-            f"{len(collected.resumable)} open episodes of dead processes stay: ContainerEnv.resume(ID) goes on with "
-            "one (list: belayer ps --episodes), belayer gc --episodes ends them"
+            f"{len(collected.resumable)} open episodes of dead processes stay: ContainerEnv.resume(ID) goes "
+            "on with one (list: belayer ps --episodes), belayer gc --episodes ends them"
         )
     for failure in collected.failed:
         typer.secho(f"not removed: {failure}", err=True, fg=typer.colors.RED)

@@ -165,12 +165,20 @@ class Container:
             raise self.death(begun=False)
         if self.is_frozen():
             channel.ping()  # raises SandboxFrozen
+        instant: dict[str, Any] = {}
+
+        def write_all() -> None:
+            # Of the same instant: once thawed, a job may let go of its FIFO, and the FIFO goes.
+            instant["late_fifos"] = channel.late_fifos()
+            instant["shell_state"] = channel.shell_state().hex()
+            write()
+
         try:
             into.mkdir(mode=0o700)
             if tier is Tier.FULL:
                 self._refuse_traced()
             settle()
-            pause_s = self._frozen(write)
+            pause_s = self._frozen(write_all)
             self._prove_alive(channel)
         except BaseException as error:
             discard(into / "layer")
@@ -179,12 +187,7 @@ class Container:
             if isinstance(error, Fault) and self._lost is None and self._has_died(_DYING_S):
                 raise self.death(begun=False) from error
             raise
-        common = {
-            "tier": tier,
-            "late_fifos": channel.late_fifos(),
-            "shell_state": channel.shell_state().hex(),
-        }
-        return Saved(tier=tier, pause_s=pause_s, meta={**common, **meta})
+        return Saved(tier=tier, pause_s=pause_s, meta={"tier": tier, **instant, **meta})
 
     def processes(self) -> list[ProcessInfo]:
         """See `Sandbox.processes`."""

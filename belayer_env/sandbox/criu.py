@@ -24,13 +24,27 @@ from belayer_env.sandbox.criu_log import refusal, restore_failure
 from belayer_env.sandbox.mounts import TMPFS_MAGIC, file_system_magic
 from belayer_env.sandbox.procs import ProcStat
 
-__all__ = ["DumpRequest", "RestoreRequest", "dump", "restore", "run_deadlined", "traced_process"]
+__all__ = [
+    "RESTORABLE",
+    "DumpRequest",
+    "RestoreRequest",
+    "dump",
+    "restore",
+    "run_deadlined",
+    "traced_process",
+]
 
 DUMP_DEADLINE_S = 60.0
 RESTORE_DEADLINE_S = 60.0
 COLLECT_DEADLINE_S = 3
 """CRIU's own limit for stopping all tasks; the sandbox is frozen already, so this is ample."""
 
+RESTORABLE = ("tcp-established", "ext-unix-sk", "file-locks")
+"""What CRIU dumps only when told to, and loses or fails on if the restore is not told as well."""
+
+# The network namespace comes back empty (an action script brings its loopback up) and nothing is locked: the
+# sandbox is frozen, and nobody outside can reach it.
+_COMMON = ("--empty-ns", "net", "--network-lock", "skip", "--link-remap")
 _LINK_REMAP = b"link_remap."
 _CACHE_DIR = Path("/dev/shm/belayer-criu")
 
@@ -41,7 +55,8 @@ class DumpRequest:
 
     ``externals``: --external arguments, the mounts that come from outside. ``freezer``: the frozen cgroup.
     ``manage_cgroups``: "ignore" where the restore is to choose the cgroups, or a mode that it needs in the
-    images."""
+    images. ``allow``: those of `RESTORABLE` that the restore will be told of as well; what needs another one
+    is refused."""
 
     criu: Path
     pid: int
@@ -52,7 +67,7 @@ class DumpRequest:
     externals: tuple[str, ...]
     ghost_bytes: int
     manage_cgroups: str = "ignore"
-    tcp_established: bool = True
+    allow: Sequence[str] = RESTORABLE
 
     def argv(self) -> list[str]:
         """The command line."""
@@ -60,7 +75,7 @@ class DumpRequest:
         argv += ["-D", str(self.images), "-W", str(self.work), "--root", str(self.root)]
         argv += ["--leave-running", "--freeze-cgroup", str(self.freezer)]
         argv += [f"--manage-cgroups={self.manage_cgroups}", "--timeout", str(COLLECT_DEADLINE_S)]
-        argv += [*_COMMON, "--ghost-fiemap", *(["--tcp-established"] if self.tcp_established else [])]
+        argv += [*_COMMON, "--ghost-fiemap", *(f"--{option}" for option in self.allow)]
         argv += ["--ghost-limit", str(self.ghost_bytes)]
         return argv + _external(self.externals)
 
@@ -88,18 +103,11 @@ class RestoreRequest:
         argv = [str(self.criu), "restore", "--no-default-config", "-v2", "-o", "restore.log"]
         argv += ["--restore-detached", "-D", str(self.images), "-W", str(self.work), "--root", str(self.root)]
         argv += ["--pidfile", str(self.pid_file), "--manage-cgroups=ignore", *_COMMON]
-        argv += ["--tcp-established"]
+        argv += [f"--{option}" for option in RESTORABLE]
         # Sizes, not build ids: the files come from the same snapshot, and reading ELF notes takes time.
         argv += ["--file-validation", "filesize", "--action-script", str(self.action_script)]
         argv += ["--ghost-limit", str(self.ghost_bytes)]
         return argv + _external(self.externals)
-
-
-# The network namespace comes back empty (an action script brings its loopback up) and nothing is locked: the
-# sandbox is frozen, and nobody outside can reach it.
-_COMMON = (
-    "--empty-ns", "net", "--network-lock", "skip", "--ext-unix-sk", "--file-locks", "--link-remap",
-)  # fmt: skip
 
 
 def dump(request: DumpRequest, snapshot: Callable[[], None]) -> None:

@@ -25,6 +25,12 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
         ">>/etc/criu/runc.conf allows it",
     ),
     (
+        "file-lock",
+        r"file locks are hold",
+        "a process holds a file lock, and the Engine's runc restores none; echo file-locks "
+        ">>/etc/criu/runc.conf allows it",
+    ),
+    (
         "foreign-user",
         r"Can't get rlimit",
         "a process of another user, whose limits root cannot read here without CAP_SYS_RESOURCE",

@@ -4,9 +4,9 @@
     home/etc          hosts, hostname and resolv.conf, a tmpfs of its own     home/criu  CRIU's log of a dump
 The container is named after the home, and so found again from the home alone (`sweep`).
 
-Limits of the Engine: no user namespace (so a process of another user is refused where root lacks
-CAP_SYS_RESOURCE), no file handles on overlay2 (a process that watches files by inotify is refused), and no
-TCP connections restored unless the host's /etc/criu/runc.conf says so (else refused).
+What the Engine cannot restore is refused: a process of another user where root lacks CAP_SYS_RESOURCE, as
+there is no user namespace; one that watches files by inotify, as overlay2 has no file handles; an open TCP
+connection, a file lock or a unix socket without its peer, unless the host's /etc/criu/runc.conf allows them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from belayer_env.sandbox.docker_checkpoint import (
     find_bundle,
     install_images,
     read_externals,
-    restores_tcp,
+    runc_restores,
 )
 from belayer_env.sandbox.docker_engine import Engine
 from belayer_env.sandbox.docker_image import EngineImage, engine_image
@@ -123,6 +123,12 @@ class DockerRuntime:
         self.engine.await_answering()
         image = self._image_of(spec, meta)
         full = meta["tier"] == Tier.FULL
+        if full and (missing := set(meta["criu_options"]) - set(runc_restores())):
+            words = ", ".join(sorted(missing))
+            raise IncompatibleCheckpoint(
+                f"the checkpoint was made while /etc/criu/runc.conf said {words}, and it no longer does: "
+                "without it CRIU drops file locks silently; put it back"
+            )
         sandbox = DockerSandbox(self, spec, image, home)
         try:
             state = bytes.fromhex(meta["shell_state"])
@@ -202,12 +208,12 @@ class DockerSandbox:
     def save(self, into: Path) -> Saved:
         """See `Sandbox.save`."""
         self._container.require()
-        full = self.tier is Tier.FULL
+        full, allow = self.tier is Tier.FULL, runc_restores()
         bundle = find_bundle(self._container.pid) if full and self.is_alive() else Path()
         return self._container.save(
             into,
             tier=self.tier,
-            write=lambda: self._dump(into, bundle) if full else self._snapshot(into),
+            write=lambda: self._dump(into, bundle, allow) if full else self._snapshot(into),
             discard=self._runtime.layers.drop,
             settle=lambda: None,  # the copy reads what is dirty from memory as well
             meta={
@@ -216,6 +222,7 @@ class DockerSandbox:
                 "engine_image": self._image.id,
                 "image_env": dict(self._image.env),
                 "bundles": str(bundle.parent),
+                "criu_options": list(allow),
             },
         )
 
@@ -373,7 +380,7 @@ class DockerSandbox:
     # -- checkpoint
     # --------------------------------------------------------------------------------------------
 
-    def _dump(self, into: Path, bundle: Path) -> None:
+    def _dump(self, into: Path, bundle: Path, allow: tuple[str, ...]) -> None:
         assert self._runtime.criu is not None
         images = into / "images"
         images.mkdir(mode=0o700)
@@ -387,7 +394,7 @@ class DockerSandbox:
             externals=read_externals(self._container.pid, bundle),
             ghost_bytes=self.spec.limits.ghost_bytes,
             manage_cgroups="soft",  # as runc restores: it maps the old cgroup to the new container's
-            tcp_established=restores_tcp(),
+            allow=allow,
         )
         criu.dump(request, lambda: self._snapshot(into))
         # What runc restore asks for: where the first process's stdio led.

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from belayer_env.disk import disk_errors
 from belayer_env.errors import RestoreFailed, RuntimeFailed
+from belayer_env.sandbox import criu
 from belayer_env.sandbox.criu_log import restore_failure
 from belayer_env.sandbox.tree import copy_tree
 
@@ -25,7 +26,7 @@ __all__ = [
     "find_bundle",
     "install_images",
     "read_externals",
-    "restores_tcp",
+    "runc_restores",
 ]
 
 CHECKPOINT_NAME = "belayer"
@@ -84,13 +85,14 @@ def engine_externals(
     )
 
 
-def restores_tcp(options: Path = _RUNC_CRIU_OPTIONS) -> bool:
-    """Whether runc's CRIU has been told to restore TCP connections. The Engine has no option for it, and no
-    environment variable gets through to CRIU; only this file does."""
+def runc_restores(options: Path = _RUNC_CRIU_OPTIONS) -> tuple[str, ...]:
+    """Which of CRIU's options in `criu.RESTORABLE` a restore by runc has. The Engine can set none of them,
+    and no environment variable gets through to CRIU: only this file does."""
     try:
-        return any(line.strip() == "tcp-established" for line in options.read_text().splitlines())
+        lines = [line.strip() for line in options.read_text().splitlines()]
     except OSError:
-        return False
+        return ()
+    return tuple(option for option in criu.RESTORABLE if option in lines)
 
 
 def install_images(images: Path, container_dir: Path) -> None:

@@ -1,15 +1,11 @@
 # The persistent shell of a sandbox, bash. Reads "run N" and "ping N" from the req FIFO, sources /belayer/step for
 # each run, and answers on the ctl FIFO: "ready PID", "begin N", "end N CODE", "pong N".
 #
-# A command runs in this very shell, so that cd, variables, functions, traps and jobs stay. Descriptors 8 and 9 are
-# closed for it, and what `exec` does to 0, 1 and 2 is undone after it, since they are redirected for the command.
+# A command runs in this very shell, so that cd, variables, functions, traps and jobs stay. The FIFOs are opened anew
+# for each message, so the descriptors from 3 on are the command's to keep (`exec 9>lock; flock 9`), but for 10 to 12,
+# where bash keeps 0, 1 and 2 meanwhile: what `exec` does to those is undone after the command.
 # After each command the state that a successor would need (this shell may be killed) goes to /belayer/state.new;
 # the host makes it /belayer/state once it has read the "end".
-exec 9<>/belayer/req 8<>/belayer/ctl
-if [[ -s /belayer/state ]]; then
-    . /belayer/state
-    builtin cd -- "$PWD" || builtin cd /
-fi
 
 # Signal 41 is the host's "give up this command": from now on every command that is about to run makes the
 # function or sourced file around it return, until the step itself has returned. (Bash: extdebug, DEBUG trap with
@@ -32,18 +28,34 @@ __belayer_give_up() {
 __belayer_status() { builtin return "$1"; }
 __belayer_busy=0
 __belayer_code=0
+# One group, read as a whole before the state brings the command's aliases back.
+{
+if [[ -s /belayer/state ]]; then
+    . /belayer/state
+    builtin cd -- "$PWD" || builtin cd /
+fi
 builtin trap __belayer_give_up 41
-builtin echo "ready $$" >&8
-while IFS=' ' builtin read -r __belayer_verb __belayer_n <&9; do
+# Bash sends itself the SIGINT that a $(command) died of, which must not end the shell. Children get the default back.
+# A blank, not a command: the unwinding would jump out of the trap, and bash then believes itself in it for ever.
+builtin trap ' ' INT
+builtin echo "ready $$" >/belayer/ctl
+while IFS=' ' builtin read -r __belayer_verb __belayer_n <>/belayer/req; do
     if [[ $__belayer_verb == ping ]]; then
-        builtin echo "pong $__belayer_n" >&8
+        builtin echo "pong $__belayer_n" >/belayer/ctl
         builtin continue
     fi
-    builtin echo "begin $__belayer_n" >&8
+    # A run has its output FIFO, made by the host; what else the sandbox may have written into req has none.
+    [[ $__belayer_verb == run && -p /belayer/out.$__belayer_n ]] || builtin continue
+    builtin echo "begin $__belayer_n" >/belayer/ctl
     __belayer_busy=1
     __belayer_status "$__belayer_code"
-    . /belayer/step </dev/null >"/belayer/out.$__belayer_n" 2>&1 8>&- 9>&-
+    . /belayer/step </dev/null >"/belayer/out.$__belayer_n" 2>&1
     __belayer_code=$?
+    # The command may have taken even `builtin` away (a function, `enable -n`). What still ends a shell then is a
+    # failing expansion; the successor starts from the state before this command.
+    __belayer_sane=
+    builtin printf -v __belayer_sane yes
+    [[ $__belayer_sane == yes ]] || : "${__belayer_no_builtins_left:?}"
     if [[ $__belayer_busy == 2 ]]; then
         builtin trap - DEBUG
         builtin shopt -u extdebug
@@ -51,7 +63,9 @@ while IFS=' ' builtin read -r __belayer_verb __belayer_n <&9; do
     fi
     __belayer_busy=0
     builtin set +e
-    { builtin declare -p; builtin declare -f; builtin shopt -p; builtin set +o; builtin umask -p; builtin alias -p; } \
+    # Options that functions are parsed by come before them, aliases after them.
+    { builtin declare -p; builtin shopt -p; builtin umask -p; builtin declare -f; builtin set +o; builtin alias -p; } \
         >/belayer/state.new || builtin exit "$__belayer_code"
-    builtin echo "end $__belayer_n $__belayer_code" >&8
+    builtin echo "end $__belayer_n $__belayer_code" >/belayer/ctl || : "${__belayer_no_builtins_left:?}"
 done
+}

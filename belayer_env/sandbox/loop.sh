@@ -2,24 +2,24 @@
 # only. `command .` keeps a syntax error or a failing special builtin from ending the shell.
 # There is no way to give up a command from within: at a time-out the host kills this shell, and its successor
 # starts from /belayer/state (variables and cwd, no functions).
-exec 9<>/belayer/req 8<>/belayer/ctl
 if [ -s /belayer/state ]; then
     command . /belayer/state
     command cd "$PWD" || command cd /
 fi
 __belayer_code=0
 __belayer_status() { return "$1"; }
-echo "ready $$" >&8
-while IFS=' ' read -r __belayer_verb __belayer_n <&9; do
-    if [ "$__belayer_verb" = ping ]; then
-        echo "pong $__belayer_n" >&8
+command echo "ready $$" >/belayer/ctl
+while IFS=' ' command read -r __belayer_verb __belayer_n <>/belayer/req; do
+    if command [ "$__belayer_verb" = ping ]; then
+        command echo "pong $__belayer_n" >/belayer/ctl
         continue
     fi
-    echo "begin $__belayer_n" >&8
+    command [ "$__belayer_verb" = run ] && command [ -p "/belayer/out.$__belayer_n" ] || continue
+    command echo "begin $__belayer_n" >/belayer/ctl
     __belayer_status "$__belayer_code"
-    command . /belayer/step </dev/null >"/belayer/out.$__belayer_n" 2>&1 8>&- 9>&-
+    command . /belayer/step </dev/null >"/belayer/out.$__belayer_n" 2>&1
     __belayer_code=$?
     set +e
     { set; export -p; } >/belayer/state.new || exit "$__belayer_code"
-    echo "end $__belayer_n $__belayer_code" >&8
+    command echo "end $__belayer_n $__belayer_code" >/belayer/ctl
 done

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcStat", "foreground", "read_procs"]
+__all__ = ["ProcStat", "below", "foreground", "read_procs"]
 
 _QUIT_BIT = 1 << (signal.SIGQUIT - 1)
 _INT_BIT = 1 << (signal.SIGINT - 1)
@@ -69,14 +69,19 @@ def foreground(procs: Iterable[ProcStat], shell_pid: int, since_ticks: int) -> l
     SIGINT and SIGQUIT are ignored in it, as POSIX has a non-interactive shell start `job &`. Daemons that
     re-parented themselves to init are nobody's descendants here. Zombies are left out."""
     procs = list(procs)
+    jobs = [proc for proc in procs if proc.ppid == shell_pid]
+    waited_for = [job for job in jobs if job.start_ticks >= since_ticks and not job.ignores_interrupt]
+    return below(procs, {(job.pid, job.start_ticks) for job in waited_for})
+
+
+def below(procs: Iterable[ProcStat], roots: Container[tuple[int, int]]) -> list[ProcStat]:
+    """These processes and their descendants, zombies left out. ``roots``: pairs of pid and start_ticks, as a
+    pid alone may have been given to another process meanwhile."""
+    procs = list(procs)
     children: dict[int, list[ProcStat]] = {}
     for proc in procs:
         children.setdefault(proc.ppid, []).append(proc)
-    wave = [
-        proc
-        for proc in children.get(shell_pid, [])
-        if proc.start_ticks >= since_ticks and not proc.ignores_interrupt
-    ]
+    wave = [proc for proc in procs if (proc.pid, proc.start_ticks) in roots]
     found = []
     while wave:
         found += wave

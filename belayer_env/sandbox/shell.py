@@ -29,7 +29,7 @@ from typing import Protocol
 from belayer_env.errors import Fault, InvalidInput, NotText, SandboxFrozen, SandboxHung
 from belayer_env.sandbox.late_output import LATE_OUTPUT
 from belayer_env.sandbox.output import OutputBuffer
-from belayer_env.sandbox.procs import ProcStat, foreground
+from belayer_env.sandbox.procs import ProcStat, below, foreground
 from belayer_env.spec import ExecResult
 
 __all__ = ["CHANNEL_MOUNT", "ChannelPeer", "ShellChannel", "check_command", "populate_channel"]
@@ -42,6 +42,7 @@ _GIVE_UP_SIGNAL = 41  # also in loop.bash
 _SCRIPTS = ("init.sh", "loop.bash", "loop.sh")
 _CHUNK = 1 << 16
 _MESSAGES_A_TURN = 1 << 10
+_DRAIN_TURNS = 64
 _FREEZE_CHECK_S = 0.5
 _KILL_ROUND_S = 0.05
 _SHELL_START_S = 20.0
@@ -159,7 +160,7 @@ class ShellChannel:
         Raises:
             Fault: it does not, within ``timeout_s`` seconds."""
         self._n += 1
-        os.write(self._req, b"ping %d\n" % self._n)
+        self._request(b"ping %d" % self._n)
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._next_message(deadline, begun=False, what="answer a ping")
@@ -186,7 +187,7 @@ class ShellChannel:
         run.fd = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             _write(self._dir / "step", data + b"\n", self._owner, 0o644)
-            os.write(self._req, b"run %d\n" % self._n)
+            self._request(b"run %d" % self._n)
             self._follow(run, grace_s)
             self._drain(run)
         finally:
@@ -264,33 +265,63 @@ class ShellChannel:
 
         Raises:
             Fault: not even the shell's death could be had."""
+        # Looked up first: a shell other than bash dies of the signal, and what it ran is then nobody's child.
+        doomed = self._foreground(run)
         self._signal_shell(_GIVE_UP_SIGNAL)
-        self._signal_foreground(run, signal.SIGINT)
+        _signal(doomed, signal.SIGINT)
         self._await_end(run, grace_s)
         until = time.monotonic() + 2 * grace_s
         while not run.ended and time.monotonic() < until:
-            self._signal_foreground(run, signal.SIGKILL)
+            doomed = self._foreground(run)
+            _signal(doomed, signal.SIGKILL)
             self._await_end(run, _KILL_ROUND_S)
         if not run.ended:
+            self._withdraw_request()
+            run.begun = True  # or never will be: with the shell the run has ended
             self._signal_shell(signal.SIGKILL)
             self._await_end(run, _SHELL_START_S)
         if not run.ended:
             raise SandboxHung("the sandbox's shell can be neither interrupted nor killed", begun=True)
         if run.shell_ended:
+            self._kill_survivors(doomed)
             self.wait_ready()
+
+    def _request(self, line: bytes) -> None:
+        self._withdraw_request()  # what the sandbox itself may have written there
+        try:
+            # The first newline ends whatever unfinished line the shell has read already.
+            os.write(self._req, b"\n%s\n" % line)
+        except BlockingIOError as error:
+            raise SandboxHung("somebody in the sandbox fills its shell's request FIFO") from error
+
+    def _withdraw_request(self) -> None:
+        """Take back what the shell has not read yet."""
+        for _ in range(_DRAIN_TURNS):
+            try:
+                os.read(self._req, _CHUNK)
+            except BlockingIOError:
+                return
 
     def _await_end(self, run: _Run, wait_s: float) -> None:
         until = time.monotonic() + wait_s
         while not run.ended and (left := until - time.monotonic()) > 0:
             self._turn(run, min(left, _FREEZE_CHECK_S))
 
-    def _signal_foreground(self, run: _Run, signum: int) -> None:
+    def _foreground(self, run: _Run) -> list[ProcStat]:
         procs = self._peer.procs()
         shell = self._shell_pid(procs)
-        if shell is not None:
-            for proc in foreground(procs, shell, run.since_ticks):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(proc.pid, signum)
+        return [] if shell is None else foreground(procs, shell, run.since_ticks)
+
+    def _kill_survivors(self, doomed: list[ProcStat]) -> None:
+        """Kill those of them that outlived their shell, and what they have started."""
+        until = time.monotonic() + _KILL_ROUND_S * 20
+        roots = {(proc.pid, proc.start_ticks) for proc in doomed}
+        while time.monotonic() < until:
+            left = below(self._peer.procs(), roots)
+            if not left:
+                return
+            _signal(left, signal.SIGKILL)
+            time.sleep(0.002)
 
     def _signal_shell(self, signum: int) -> None:
         shell = self._shell_pid(self._peer.procs())
@@ -413,6 +444,12 @@ class _Run:
         self.fd_at_end = False
         self.code = -1
         self.begun = self.ended = self.shell_ended = self.timed_out = False
+
+
+def _signal(procs: Iterable[ProcStat], signum: int) -> None:
+    for proc in procs:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(proc.pid, signum)
 
 
 def _parse(line: bytes) -> _Message | None:
