@@ -323,6 +323,7 @@ class RuncSandbox:
             freezer=self._container.cgroup.freezer,
             externals=dump_externals(self._config),
             ghost_bytes=self.spec.limits.ghost_bytes,
+            from_inside=True,
         )
         criu.dump(request, lambda: self._snapshot(into))
         # What runc restore asks for: where the first process's stdio led.
