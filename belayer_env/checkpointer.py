@@ -271,7 +271,8 @@ class Checkpointer:
         staging = self._store.staging(self._episode_id)
         try:
             try:
-                saved = sandbox.save(staging)
+                previous = self._store.directory_of(self.foothold.ref) if self.foothold else None
+                saved = sandbox.save(staging, previous=previous)
             finally:
                 held_s = self._telemetry.now_s() - started_s
                 hidden = not self._wanted.is_set()

@@ -22,6 +22,7 @@ from belayer_env.policy import CheckpointPolicy, parse_policy
 from belayer_env.rollback import Rollback
 from belayer_env.runtimes import open_runtime
 from belayer_env.sandbox.base import SandboxRuntime
+from belayer_env.sandbox.shell import MAX_COMMAND_BYTES
 from belayer_env.spaces import ActionSpace, UnicodeText
 from belayer_env.spec import Reward, Task, Tier
 from belayer_env.store import Store
@@ -38,7 +39,6 @@ class _Standby(NamedTuple):
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_ACTION_CHARS = 16 * 1024**2
 _LONGEST_ESCAPE = 4  # a byte that is not UTF-8 is shown as \xNN
 _MARK_CHARS = 64
 _INSTRUCTION_ROOM = 1024**2
@@ -97,7 +97,7 @@ class ContainerEnv(gymnasium.Env[str, str]):
             _LONGEST_ESCAPE * task.limits.output_bytes + _MARK_CHARS, len(task.instruction), _INSTRUCTION_ROOM
         )
         self.observation_space = UnicodeText(longest)
-        self.action_space = ActionSpace(MAX_ACTION_CHARS)
+        self.action_space = ActionSpace(MAX_COMMAND_BYTES)
 
     @classmethod
     def resume(

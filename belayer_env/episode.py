@@ -185,7 +185,12 @@ class Episode:
         outcome = self._run_through(action)
         if isinstance(outcome, Rollback):
             return outcome
-        self._store.append_step(self.id, outcome)
+        try:
+            self._store.append_step(self.id, outcome)
+        except BaseException:
+            # The action had effects that no ledger holds.
+            self._drop_sandbox()
+            raise
         self.ledger.append(outcome)
         self.terminated = outcome.terminated
         self.telemetry.steps.append(

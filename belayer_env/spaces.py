@@ -39,7 +39,7 @@ class UnicodeText(spaces.Text):
 
 
 class ActionSpace(UnicodeText):
-    """Commands. A sample is one that is harmless in any container, and quick."""
+    """Commands of at most ``max_length`` bytes. A sample is harmless in any container, and quick."""
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
         """One of a few commands; masks are not supported, as there are no characters to mask."""
@@ -47,4 +47,4 @@ class ActionSpace(UnicodeText):
 
     def contains(self, x: Any) -> bool:
         """Whether it is a text that a shell can read: no NUL."""
-        return super().contains(x) and "\0" not in x
+        return super().contains(x) and "\0" not in x and len(x.encode("utf-8")) <= self.max_length

@@ -299,6 +299,14 @@ class Store:
         with self._catalogue.transaction(write=False) as db:
             return [checkpoint_ref(row) for row in live_rows(db, episode_id)]
 
+    def directory_of(self, ref: CheckpointRef) -> Path | None:
+        """Where a checkpoint's files are; None once it has been dropped."""
+        with self._catalogue.transaction(write=False) as db:
+            try:
+                return self._checkpoints / str(checkpoint_row(db, ref.id)["directory"])
+            except ForeignCheckpoint:
+                return None
+
     def cover(self, checkpoint_id: str, step: int) -> None:
         """Note that the steps after this checkpoint, up to ``step``, have changed nothing: its state is that
         after each of them.

@@ -66,7 +66,8 @@ def env(task: Task, store_dir: Path) -> Iterator[ContainerEnv]:
 
 def test_exported_names_are_the_public_api() -> None:
     assert sorted(belayer_env.__all__) == [
-        "CheckpointRef", "ContainerEnv", "ExecResult", "Limits", "Task", "Tier", "TierWarning",
+        "CheckpointRef", "ContainerEnv", "Conversation", "ExecResult", "Limits", "Rollback", "Task", "Tier",
+        "TierWarning",
     ]  # fmt: skip
 
 
@@ -153,6 +154,8 @@ def test_numpy_text_is_text_and_anything_else_is_refused_before_it_runs(env: Con
             env.step(action)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="NUL"):
         env.step("echo a\0b")
+    with pytest.raises(InvalidInput, match="too long"):
+        env.step("true" + " " * 13_000_000)
     assert len(env.episode.ledger) == 1
     assert env.step("echo still")[0] == "still\n"
 

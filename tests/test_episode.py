@@ -475,9 +475,9 @@ def test_the_sandbox_is_lost_while_the_policy_checkpoints(make: Callable[..., Co
     kind = env.episode.sandbox.__class__
     original = kind.save
 
-    def dying(sandbox: Sandbox, into: Path) -> object:
+    def dying(sandbox: Sandbox, into: Path, *, previous: Path | None = None) -> object:
         sandbox.kill()
-        return original(sandbox, into)
+        return original(sandbox, into, previous=previous)
 
     patch.setattr(kind, "save", dying)
     env.step("V=2")
@@ -610,6 +610,26 @@ def test_many_episodes_with_faults_leave_nothing(runtime_name: str, store: Path,
 
 def _num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_ledger_that_cannot_be_written_leaves_no_untold_effects(
+    make: Callable[..., ContainerEnv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make("never")
+    env.reset()
+    for error in (StoreFull("no room"), KeyboardInterrupt()):
+
+        def fail(*args: object, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(Store, "append_step", fail)
+        with pytest.raises(type(error)):
+            env.step("echo x >>/root/f")
+        monkeypatch.undo()
+        assert len(env.episode.ledger) == 0
+        env.step("true")
+        assert env.step("ls /root")[0] == ""
+        env.reset()
 
 
 def test_a_full_store_fails_the_checkpoint_not_the_episode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from belayer_env.host.store_mount import ensure_mounted
 from belayer_env.store import Store
 
 __all__ = ["gc", "ps"]
+
+_WIDE = 160  # where the table goes to a log or a pipe: ids whole
 
 StoreOption = Annotated[
     Path | None, typer.Option("--store", help="The store's directory; by default below $XDG_STATE_HOME.")
@@ -40,10 +43,12 @@ def ps(
     if not rows:
         typer.echo("no open episodes" if episodes else "no sandboxes")
         return
-    table = Table(*rows[0])
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, overflow="fold" if name == "image" else "ellipsis", no_wrap=name != "image")
     for row in rows:
         table.add_row(*(_cell(name, value) for name, value in row.items()))
-    Console().print(table)
+    Console(width=_WIDE if not sys.stdout.isatty() else None).print(table)
     orphaned = sum(row["state"] == "orphaned" for row in rows)
     if orphaned:
         remedy = "belayer gc --episodes" if episodes else "belayer gc"

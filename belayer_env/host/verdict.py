@@ -6,6 +6,7 @@ import enum
 import re
 from dataclasses import dataclass
 
+from belayer_env import paths
 from belayer_env.host.criu_find import MINIMUM, CriuBinary
 from belayer_env.host.facts import EngineFacts, HostFacts, RuncFacts
 from belayer_env.spec import GIB, Tier
@@ -201,4 +202,6 @@ def _experimental_remedy() -> str:
 
 
 def _engine_criu_remedy() -> str:
-    return "ln -s $(belayer doctor --criu) /usr/local/sbin/criu, then restart dockerd and containerd"
+    return (
+        f"ln -s {paths.criu_prefix()}/usr/sbin/criu /usr/local/sbin/criu, then restart dockerd and containerd"
+    )

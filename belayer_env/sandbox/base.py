@@ -59,8 +59,9 @@ class Sandbox(Protocol):
             InvalidInput: the command holds a NUL byte or is no text; nothing ran.
             Fault: as above; ``begun`` says whether the command may have had effects."""
 
-    def save(self, into: Path) -> Saved:
+    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
         """Write processes and files of one instant into the directory ``into`` (made by this call).
+        ``previous``, an earlier checkpoint's directory, may save copying what has not changed since.
 
         The sandbox is frozen, dumped, its writable layer cloned, and thawed; afterwards it answers or a Fault
         says it is lost. On any error ``into`` is removed again.

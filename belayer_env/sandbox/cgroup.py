@@ -66,10 +66,9 @@ class Cgroup:
         """The top-level cgroups of this name, in whatever hierarchies they exist (perhaps none)."""
         if is_unified():
             return cls({UNIFIED: _ROOT / name})
-        return cls(
-            {path.parent.name: path for path in _ROOT.glob(f"*/{name}")}
-            or {"freezer": _ROOT / "freezer" / name}
-        )
+        # A start or an end cut short may leave any of them, and not the freezer's.
+        found = {path.parent.name: path for path in _ROOT.glob(f"*/{name}")}
+        return cls({"freezer": _ROOT / "freezer" / name} | found)
 
     @classmethod
     def create(cls, name: str) -> Cgroup:

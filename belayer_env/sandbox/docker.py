@@ -205,8 +205,8 @@ class DockerSandbox:
         """See `Sandbox.run`."""
         return self._container.run(command, timeout_s=timeout_s)
 
-    def save(self, into: Path) -> Saved:
-        """See `Sandbox.save`."""
+    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
+        """See `Sandbox.save`. The files are copied each time: they come from the Engine's file system."""
         self._container.require()
         full, allow = self.tier is Tier.FULL, runc_restores()
         bundle = find_bundle(self._container.pid) if full and self.is_alive() else Path()

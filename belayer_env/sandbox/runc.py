@@ -170,13 +170,13 @@ class RuncSandbox:
         """See `Sandbox.run`."""
         return self._container.run(command, timeout_s=timeout_s)
 
-    def save(self, into: Path) -> Saved:
+    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
         """See `Sandbox.save`."""
         layers, full = self._runtime.layers, self.tier is Tier.FULL
         return self._container.save(
             into,
             tier=self.tier,
-            write=lambda: self._dump(into) if full else self._snapshot(into),
+            write=lambda: self._dump(into, previous) if full else self._snapshot(into, previous),
             discard=layers.drop,
             settle=lambda: layers.settle(self.home / "layer"),
             meta={"image_digest": self.image_digest, "criu_version": self._runtime.criu_version},
@@ -310,7 +310,7 @@ class RuncSandbox:
     # -- checkpoint
     # --------------------------------------------------------------------------------------------
 
-    def _dump(self, into: Path) -> None:
+    def _dump(self, into: Path, previous: Path | None) -> None:
         assert self._runtime.criu is not None
         images = into / "images"
         images.mkdir(mode=0o700)
@@ -325,12 +325,11 @@ class RuncSandbox:
             ghost_bytes=self.spec.limits.ghost_bytes,
             from_inside=True,
         )
-        criu.dump(request, lambda: self._snapshot(into))
-        # What runc restore asks for: where the first process's stdio led.
-        (images / "descriptors.json").write_text('["/dev/null","/dev/null","/dev/null"]')
+        criu.dump(request, lambda: self._snapshot(into, previous))
 
-    def _snapshot(self, into: Path) -> None:
-        self._runtime.layers.snapshot(self.home / "layer", into / "layer")
+    def _snapshot(self, into: Path, previous: Path | None) -> None:
+        earlier = previous / "layer" if previous is not None else None
+        self._runtime.layers.snapshot(self.home / "layer", into / "layer", previous=earlier)
 
 
 def _cgroup_name(sandbox_id: str) -> str:

@@ -32,9 +32,18 @@ from belayer_env.sandbox.output import OutputBuffer
 from belayer_env.sandbox.procs import ProcStat, below, foreground
 from belayer_env.spec import ExecResult
 
-__all__ = ["CHANNEL_MOUNT", "ChannelPeer", "ShellChannel", "check_command", "populate_channel"]
+__all__ = [
+    "CHANNEL_MOUNT",
+    "MAX_COMMAND_BYTES",
+    "ChannelPeer",
+    "ShellChannel",
+    "check_command",
+    "populate_channel",
+]
 
 CHANNEL_MOUNT = "/belayer"
+MAX_COMMAND_BYTES = 12 * 1024**2
+"""The channel, a tmpfs of 32 MB, holds two at once, and the shell's state beside them."""
 TIMED_OUT_CODE = 124
 """Exit code of a command that was ended at its time limit, as timeout(1) has it."""
 
@@ -84,7 +93,7 @@ def check_command(command: str) -> bytes:
 
     Raises:
         NotText: it is none.
-        InvalidInput: it holds a NUL byte or a lone surrogate."""
+        InvalidInput: it holds a NUL byte or a lone surrogate, or is longer than `MAX_COMMAND_BYTES`."""
     if not isinstance(command, str):
         raise NotText(f"a command is text, not {type(command).__name__}")
     if "\0" in command:
@@ -92,9 +101,14 @@ def check_command(command: str) -> bytes:
             "a command cannot hold a NUL byte: no shell can read it; use printf '\\000' to make one"
         )
     try:
-        return command.encode("utf-8")
+        data = command.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidInput(f"a command must be valid Unicode: {error}") from error
+    if len(data) > MAX_COMMAND_BYTES:
+        raise InvalidInput(
+            f"a command of {len(data)} bytes is too long (at most {MAX_COMMAND_BYTES}): write a file in parts"
+        )
+    return data
 
 
 def populate_channel(
