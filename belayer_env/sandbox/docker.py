@@ -7,6 +7,7 @@ The container is named after the home, and so found again from the home alone (`
 What the Engine cannot restore is refused: a process of another user where root lacks CAP_SYS_RESOURCE, as
 there is no user namespace; one that watches files by inotify, as overlay2 has no file handles; an open TCP
 connection, a file lock or a unix socket without its peer, unless the host's /etc/criu/runc.conf allows them.
+Without a user namespace the sandbox's root can also remove /belayer, and with it its shell: SandboxHung.
 """
 
 from __future__ import annotations
