@@ -148,6 +148,21 @@ class TestFromInside:
         restored = sandboxes.reborn(sandbox)
         assert restored.run("echo $kept").output == "1\n"
 
+    def test_shared_memory_is_kept_uncompressed_and_comes_back(
+        self, runtime: SandboxRuntime, sandboxes: Sandboxes
+    ) -> None:
+        if runtime.name != "runc":
+            pytest.skip("the runc runtime's way")
+        sandbox = sandboxes.create()
+        written = "mkdir /dev/shm/d && ln -s d /dev/shm/l && yes | head -c 3000000 >/dev/shm/d/zeros"
+        looked = "ls -lR --time-style=+ /dev/shm; sha256sum /dev/shm/l/zeros"
+        before = sandbox.run(f"{written}; {looked}")
+        checkpoint = sandboxes.save(sandbox)
+        sandbox.destroy()
+        assert sandboxes.restore(checkpoint).run(looked).output == before.output
+        archives = (checkpoint.directory / "images").glob("tmpfs-*")
+        assert max(archive.stat().st_size for archive in archives) > 3_000_000
+
 
 def test_only_a_dump_from_inside_enters_the_namespace(tmp_path: Path) -> None:
     outside = criu.DumpRequest(

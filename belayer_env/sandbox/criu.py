@@ -15,11 +15,12 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from belayer_env.errors import CheckpointRefused, RestoreFailed
+from belayer_env.host.command import search_path
 from belayer_env.sandbox.criu_images import ImageUnknown, as_dumped_from_outside
 from belayer_env.sandbox.criu_log import refusal, restore_failure
 from belayer_env.sandbox.mounts import TMPFS_MAGIC, file_system_magic
@@ -58,7 +59,7 @@ class DumpRequest:
     ``manage_cgroups``: "ignore" where the restore is to choose the cgroups, or a mode that it needs in the
     images. ``allow``: those of `RESTORABLE` that the restore will be told of as well; what needs another one
     is refused. ``from_inside``: dump from inside the tree's network namespace, for less of a pause (see
-    `criu_images`)."""
+    `criu_images`). ``plain_tmpfs``: do not compress what lies in a tmpfs; for a `restore` of ours only."""
 
     criu: Path
     pid: int
@@ -71,6 +72,7 @@ class DumpRequest:
     manage_cgroups: str = "ignore"
     allow: Sequence[str] = RESTORABLE
     from_inside: bool = False
+    plain_tmpfs: bool = False
 
     def argv(self) -> list[str]:
         """The command line."""
@@ -145,7 +147,7 @@ def restore(request: RestoreRequest) -> None:
     request.pid_file.unlink(missing_ok=True)
     argv = _with_kernel_cache(request.argv(), cgroups=request.cgroups)
     try:
-        code = run_deadlined(argv, timeout_s=RESTORE_DEADLINE_S)
+        code = run_deadlined(argv, timeout_s=RESTORE_DEADLINE_S, env=_without_gzip(request.work))
     except TimeoutError as error:
         raise RestoreFailed(f"the checkpoint did not restore: {error}") from error
     if code != 0:
@@ -163,15 +165,15 @@ def traced_process(procs: Iterable[ProcStat]) -> ProcStat | None:
     return None
 
 
-def run_deadlined(argv: Sequence[str], *, timeout_s: float) -> int:
+def run_deadlined(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> int:
     """Exit status of a command that gets no stdio; at the deadline, or on any interrupt, its whole process
-    group is killed.
+    group is killed. ``env`` None: this process's environment.
 
     Raises:
         TimeoutError: it ran past ``timeout_s``."""
     # No pipe: what a detached container inherits would keep it open for ever.
     null = subprocess.DEVNULL
-    process = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    process = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True, env=env)
     ended = False
     try:
         # Popen.wait polls by the clock and would add up to 50 ms.
@@ -211,6 +213,20 @@ def _with_kernel_cache(argv: Sequence[str], *, cgroups: Sequence[Path] = ()) -> 
     return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, str(_CACHE_DIR), *argv]
 
 
+def _without_gzip(work: Path) -> dict[str, str]:
+    """An environment in which `gzip` copies.
+
+    CRIU has tar compress what lies in a tmpfs, /dev/shm above all: 25 ms a megabyte, in the pause. It has no
+    option for that; but tar runs the `gzip` that is first on the PATH, to pack and (`gzip -d`) to unpack."""
+    directory = work / "plain"
+    directory.mkdir(exist_ok=True)
+    script = directory / "gzip"
+    if not script.exists():
+        script.write_text("#!/bin/sh\nexec cat\n")
+        script.chmod(0o700)
+    return {**os.environ, "PATH": f"{directory}:{search_path()}"}
+
+
 def _start_over(request: DumpRequest) -> None:
     shutil.rmtree(request.images)
     request.images.mkdir(mode=0o700)
@@ -219,7 +235,9 @@ def _start_over(request: DumpRequest) -> None:
 def _dump_once(request: DumpRequest, extra: Sequence[str]) -> bool:
     """False: dumped, but with images that cannot be made right; it must be done from outside."""
     try:
-        code = run_deadlined(_with_kernel_cache([*request.argv(), *extra]), timeout_s=DUMP_DEADLINE_S)
+        argv = _with_kernel_cache([*request.argv(), *extra])
+        env = _without_gzip(request.work) if request.plain_tmpfs else None
+        code = run_deadlined(argv, timeout_s=DUMP_DEADLINE_S, env=env)
     except TimeoutError as error:
         raise CheckpointRefused(f"the sandbox cannot be checkpointed: {error}", cause="deadline") from error
     if code < 0:

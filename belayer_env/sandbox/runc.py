@@ -324,6 +324,7 @@ class RuncSandbox:
             externals=dump_externals(self._config),
             ghost_bytes=self.spec.limits.ghost_bytes,
             from_inside=True,
+            plain_tmpfs=True,
         )
         criu.dump(request, lambda: self._snapshot(into, previous))
 
