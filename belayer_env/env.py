@@ -148,7 +148,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
         return env
 
     # -- Gymnasium
-    # ---------------------------------------------------------------------------------------------
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -212,7 +211,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
             self._closed = True
 
     # -- Belayer
-    # -----------------------------------------------------------------------------------------------
 
     @property
     def episode(self) -> Episode:
@@ -245,7 +243,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
             self._require_episode().restore(ref)
 
     # -- async twins
-    # -------------------------------------------------------------------------------------------
 
     def fork(self, n: int) -> list[ContainerEnv]:
         """``n`` independent envs from one instant, now: bare ones, not wrapped, each with its own sandbox,
@@ -303,7 +300,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
             await _in_thread(self.close)
 
     # -- private
-    # -----------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._closed:
