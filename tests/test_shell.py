@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from belayer_env.errors import InvalidInput, NotText
+from belayer_env.errors import InvalidInput, NotText, SandboxHung
 from belayer_env.sandbox.base import Sandbox
 from belayer_env.spec import MIB, ExecResult
 from tests.sandboxes import Sandboxes
@@ -192,6 +192,36 @@ def test_shell_that_cannot_be_interrupted_is_replaced_at_the_time_limit(
     done = settled.run(command, timeout_s=0.5)
     assert (done.timed_out, done.exit_code, done.shell_restarted) == (True, 124, True)
     assert quick(settled, "pwd; echo $V; f; pgrep -fc 'sleep 4321'").output == "/srv\n3\nfn3\n1\n"
+
+
+# -- the shell is stopped by somebody
+
+
+def test_shell_stopped_between_steps_is_hung_and_the_command_has_not_begun(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    quick(sandbox, "(sleep .3; kill -STOP $$) & sleep 900 &")
+    time.sleep(0.6)
+    started = time.monotonic()
+    with pytest.raises(SandboxHung) as fault:
+        sandbox.run("touch /root/ran")
+    assert not fault.value.begun
+    assert time.monotonic() - started < PROMPT_S
+    assert sandbox.is_alive()
+
+
+def test_shell_stopped_in_mid_command_is_hung_and_not_timed_out(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    with pytest.raises(SandboxHung) as fault:
+        sandbox.run("kill -STOP $$", timeout_s=1)
+    assert fault.value.begun
+
+
+def test_shell_stopped_for_a_moment_goes_on(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    quick(sandbox, "(sleep .2; kill -STOP $$; sleep .6; kill -CONT $$) & true")
+    time.sleep(0.4)
+    assert quick(sandbox, "echo on").output == "on\n"
+    assert quick(sandbox, "(sleep .3; kill -CONT $$) & kill -STOP $$; echo on").output == "on\n"
 
 
 # -- the shell ends or is replaced (case B05)

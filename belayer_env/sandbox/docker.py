@@ -195,6 +195,11 @@ class DockerSandbox:
         self._container = Container(spec, Cgroup({}), was_oom=self._engine_saw_oom)
 
     @property
+    def init_pid(self) -> int:
+        """Host pid of its init, for tools and fault drills; 0 before there is one."""
+        return self._container.pid
+
+    @property
     def tier(self) -> Tier:
         """See `Sandbox.tier`."""
         return self._runtime.tier

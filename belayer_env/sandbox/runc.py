@@ -159,6 +159,11 @@ class RuncSandbox:
         self._config: dict[str, Any] = {}
 
     @property
+    def init_pid(self) -> int:
+        """Host pid of its init, for tools and fault drills; 0 before there is one."""
+        return self._container.pid
+
+    @property
     def tier(self) -> Tier:
         """See `Sandbox.tier`."""
         return self._runtime.tier

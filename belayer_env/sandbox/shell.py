@@ -54,6 +54,9 @@ _MESSAGES_A_TURN = 1 << 10
 _DRAIN_TURNS = 64
 _FREEZE_CHECK_S = 0.5
 _KILL_ROUND_S = 0.05
+_BEGIN_DEADLINE_S = 10.0
+_STOPPED_CHECKS = 2
+"""A shell found stopped this often, `_FREEZE_CHECK_S` apart, before it has begun will not begin."""
 _SHELL_START_S = 20.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -193,6 +196,7 @@ class ShellChannel:
             number=self._n,
             since_ticks=int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_PER_S),
             deadline=started + timeout_s,
+            begin_deadline=started + _BEGIN_DEADLINE_S,
             output=OutputBuffer(output_bytes),
         )
         fifo = self._dir / f"out.{self._n}"
@@ -231,16 +235,32 @@ class ShellChannel:
 
     def _follow(self, run: _Run, grace_s: float) -> None:
         """Carry a run to its end: reads what comes, acts on each message, ends the command at its
-        deadline."""
+        deadline.
+
+        Raises:
+            SandboxHung: the shell does not even begin, or is found stopped at the deadline. (A stopped shell
+                has run past no time limit: nobody let it run.)"""
         while not run.ended:
             now = time.monotonic()
+            if not run.begun and now >= run.begin_deadline:
+                raise self._never_begun(run, f"did not begin a command within {_BEGIN_DEADLINE_S:g} s")
             if now >= run.deadline:
+                if self._is_stopped():
+                    if not run.begun:
+                        raise self._never_begun(run, "is stopped")
+                    raise SandboxHung("the sandbox's shell was stopped in mid-command", begun=True)
                 run.timed_out = True
                 self._end_command(run, grace_s)
                 return
             self._turn(run, min(run.deadline - now, _FREEZE_CHECK_S))
         if run.shell_ended:
             self.wait_ready()
+
+    def _never_begun(self, run: _Run, what: str) -> SandboxHung:
+        """The shell does not read its requests; and this one it will not read later, either."""
+        # What it has read of it already, it may still act on.
+        begun = b"run %d\n" % run.number not in self._withdraw_request()
+        return SandboxHung(f"the sandbox's shell {what}", begun=begun)
 
     def _turn(self, run: _Run, wait_s: float) -> None:
         """Wait for something to happen, at most ``wait_s`` seconds, and take it in."""
@@ -255,6 +275,10 @@ class ShellChannel:
                 raise self._peer.death(begun=True)
             if not ready and self._peer.is_frozen():
                 raise SandboxFrozen("the sandbox was frozen by somebody else in mid-command", begun=True)
+            if not ready and not run.begun:
+                run.num_stopped = run.num_stopped + 1 if self._is_stopped() else 0
+                if run.num_stopped >= _STOPPED_CHECKS:
+                    raise self._never_begun(run, "is stopped")
 
     def _take(self, run: _Run, message: _Message) -> None:
         self._note(message)
@@ -307,13 +331,15 @@ class ShellChannel:
         except BlockingIOError as error:
             raise SandboxHung("somebody in the sandbox fills its shell's request FIFO") from error
 
-    def _withdraw_request(self) -> None:
+    def _withdraw_request(self) -> bytes:
         """Take back what the shell has not read yet."""
+        taken = b""
         for _ in range(_DRAIN_TURNS):
             try:
-                os.read(self._req, _CHUNK)
+                taken += os.read(self._req, _CHUNK)
             except BlockingIOError:
-                return
+                break
+        return taken
 
     def _await_end(self, run: _Run, wait_s: float) -> None:
         until = time.monotonic() + wait_s
@@ -344,6 +370,10 @@ class ShellChannel:
 
     def _shell_pid(self, procs: list[ProcStat]) -> int | None:
         return next((proc.pid for proc in procs if proc.ns_pid == self._shell_ns_pid), None)
+
+    def _is_stopped(self) -> bool:
+        """Whether somebody has stopped the shell with a signal."""
+        return any(proc.state == "T" for proc in self._peer.procs() if proc.ns_pid == self._shell_ns_pid)
 
     def _read_output(self, run: _Run) -> None:
         try:
@@ -443,14 +473,23 @@ class _Run:
     """One command under way."""
 
     __slots__ = (
-        "begun", "code", "deadline", "ended", "fd", "fd_at_end", "number", "output", "shell_ended",
-        "since_ticks", "timed_out",
+        "begin_deadline", "begun", "code", "deadline", "ended", "fd", "fd_at_end", "num_stopped", "number",
+        "output", "shell_ended", "since_ticks", "timed_out",
     )  # fmt: skip
 
-    def __init__(self, number: int, since_ticks: int, deadline: float, output: OutputBuffer) -> None:
+    def __init__(
+        self,
+        number: int,
+        since_ticks: int,
+        deadline: float,
+        begin_deadline: float,
+        output: OutputBuffer,
+    ) -> None:
         self.number = number
         self.since_ticks = since_ticks
         self.deadline = deadline
+        self.begin_deadline = begin_deadline
+        self.num_stopped = 0
         self.output = output
         self.fd = -1
         self.fd_at_end = False
