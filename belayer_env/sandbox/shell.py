@@ -56,7 +56,7 @@ _FREEZE_CHECK_S = 0.5
 _KILL_ROUND_S = 0.05
 _BEGIN_DEADLINE_S = 10.0
 _STOPPED_CHECKS = 2
-"""A shell found stopped this often, `_FREEZE_CHECK_S` apart, before it has begun will not begin."""
+"""A shell found stopped this often, `_FREEZE_CHECK_S` apart, while it should answer will not answer."""
 _SHELL_START_S = 20.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -182,7 +182,7 @@ class ShellChannel:
         while True:
             message = self._next_message(deadline, begun=False, what="answer a ping")
             self._note(message)
-            if message.event is _Event.PONG and message.numbers == (self._n,):
+            if message.event is _Event.PONG and message.numbers[:1] == (self._n,):
                 self._ready = True
                 return
 
@@ -421,6 +421,9 @@ class ShellChannel:
             case _Message(_Event.READY, (ns_pid,)):
                 self._shell_ns_pid = ns_pid
                 self._ready = True
+            case _Message(_Event.PONG, (_, ns_pid)):
+                # Of a restored shell, which has said "ready" in an earlier life, this is the first word.
+                self._shell_ns_pid = ns_pid
             case _Message(_Event.EXIT, _):
                 self._ready = False
                 self._restarts_unseen = True
@@ -428,6 +431,7 @@ class ShellChannel:
                 pass
 
     def _next_message(self, deadline: float, *, begun: bool, what: str) -> _Message:
+        num_stopped = 0
         while True:
             for message in self._read_messages():
                 return message
@@ -441,6 +445,10 @@ class ShellChannel:
                 raise self._peer.death(begun=begun)
             if not ready and self._peer.is_frozen():
                 raise SandboxFrozen("the sandbox was frozen by somebody else", begun=begun)
+            if not ready:
+                num_stopped = num_stopped + 1 if self._is_stopped() else 0
+                if num_stopped >= _STOPPED_CHECKS:
+                    raise SandboxHung(f"the sandbox did not {what}: its shell is stopped", begun=begun)
 
     def _read_messages(self) -> Iterator[_Message]:
         """Messages that are there now. What is not of the protocol (the sandbox's root may write anything
