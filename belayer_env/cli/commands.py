@@ -32,6 +32,10 @@ COMMANDS = {
         "belayer_env.cli.demo:demo",
         "Play an agent's episode twice, once through two kills, and compare.",
     ),
+    "chaos": (
+        "belayer_env.cli.chaos:chaos",
+        "Inject faults into episodes, and prove that nobody could tell.",
+    ),
 }
 """Name -> ("module:object", its line in --help). The object: a function in typer's manner, or a Typer."""
 
