@@ -16,12 +16,13 @@ import tenacity
 
 from belayer_env.checkpoint import CheckpointRef, Manifest, check_host, host_fingerprint
 from belayer_env.errors import (
+    CheckpointCorrupt,
     ContextDiverged,
     EngineUnavailable,
     Fault,
     IncompatibleCheckpoint,
     RecoveryFailed,
-    SandboxGone,
+    RestoreFailed,
     TaskSetupFailed,
 )
 from belayer_env.ledger import Ledger, Step, observation_digest
@@ -40,8 +41,9 @@ ENGINE_PATIENCE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one recovery may take: tries in all, tries at one rung when its new sandbox dies under the replay,
-    and seconds. A rung under way at the end of the seconds is finished."""
+    """What one recovery may take: tries in all (and one more, if need be, for the fresh start), tries at one
+    rung when its new sandbox is lost under the replay, and seconds. A rung under way at the end of the seconds
+    is finished."""
 
     attempts: int = 24
     attempts_per_rung: int = 3
@@ -212,9 +214,12 @@ class Recovery:
         usable = [(ref, min(step, target)) for ref, step in checkpoints if ref.step <= target]
         for rung in ladder(usable, standby=standby.checkpoint_id if standby is not None else None):
             later = ledger.prefix(target)[rung.step :] if self._task.replay == "always" else ()
-            for _ in range(self._budget.attempts_per_rung):
-                if len(attempts) >= self._budget.attempts or self._clock() - started > self._budget.seconds:
+            for try_number in range(1, self._budget.attempts_per_rung + 1):
+                if self._clock() - started > self._budget.seconds:
                     raise self._failed(ledger, attempts)
+                # One try is kept for the fresh start: it needs none of the checkpoints that have failed so far.
+                if len(attempts) >= self._budget.attempts and (rung.checkpoint is not None or try_number > 1):
+                    break
                 began = self._clock()
                 try:
                     sandbox = self._stand_on(rung, later, standby)
@@ -226,8 +231,8 @@ class Recovery:
                     attempts.append(Attempt(rung=rung, error=str(error), total_s=self._clock() - began))
                     if isinstance(error, Fault):
                         self._on_fault(error)
-                    if rung.is_standby or not isinstance(error, SandboxGone):
-                        break  # this rung does not hold; a sandbox that died under its replay may, next time
+                    if rung.is_standby or not _may_hold_next_time(error, try_number):
+                        break
                 else:
                     attempts.append(Attempt(rung=rung, error="", total_s=self._clock() - began))
                     return sandbox, rung
@@ -277,6 +282,14 @@ class Recovery:
                 raise
 
         return self._retrying(attempt)
+
+
+def _may_hold_next_time(error: Exception, try_number: int) -> bool:
+    """Whether what ended a try lay in the world (killed, frozen, stopped under its replay, a runtime command
+    that failed) and not in the rung. A restore that fails may be either, and is tried twice."""
+    if isinstance(error, RestoreFailed):
+        return try_number == 1
+    return isinstance(error, Fault) and not isinstance(error, CheckpointCorrupt)
 
 
 def task_digest_of(task: Task, result: ExecResult) -> str:

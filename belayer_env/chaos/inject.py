@@ -47,7 +47,8 @@ class Injector:
     ``hits`` are those that have really hit, oldest first. ``damage`` spoils the newest checkpoint of the
     episode under way, and says whether there was one."""
 
-    def __init__(self, damage: Callable[[], bool]) -> None:
+    def __init__(self, damage: Callable[[], bool], clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.hits: list[Strike] = []
         self._damage = damage
         self._lock = threading.Lock()
@@ -55,13 +56,14 @@ class Injector:
         self._after = 0
         self._took_s: dict[Instant, list[float]] = {}
         self._expected_s: float | None = None
+        self._left_s: float | None = None
         self._number = itertools.count(1)
 
     def arm(self, strike: Strike, *, expected_s: float | None = None) -> None:
         """From now on, for sandboxes there are (COMMAND) or for those made later (RECOVERY).
         ``expected_s``: how long the call it is meant for takes; None: as long as others did."""
         with self._lock:
-            self._armed, self._expected_s = strike, expected_s
+            self._armed, self._expected_s, self._left_s = strike, expected_s, None
             self._after = next(self._number)
 
     def disarm(self) -> bool:
@@ -98,17 +100,17 @@ class Injector:
             return True
 
     @contextlib.contextmanager
-    def during(self, call: _Call, clock: Callable[[], float]) -> Iterator[None]:
+    def during(self, call: _Call) -> Iterator[None]:
         """Around a call that the armed strike may hit."""
-        began = clock()
+        began = self._clock()
         with self._lock:
-            strike = self._armed
+            strike, left_s = self._armed, self._left_s
             fits = strike is not None and strike.instant is call.instant and strike.kind in _OF_THE_SANDBOX
             if fits:
                 self._armed = None
         thread, over = None, threading.Event()
         if fits and strike is not None:
-            wait_s = strike.delay * self._expectation(call.instant)
+            wait_s = strike.delay * self._expectation(call.instant) if left_s is None else left_s
             thread = threading.Thread(
                 target=self._fire, args=(strike, call, over, wait_s), name="belayer-chaos", daemon=True
             )
@@ -116,7 +118,7 @@ class Injector:
         try:
             yield
             if not fits:
-                self._took_s.setdefault(call.instant, []).append(clock() - began)
+                self._took_s.setdefault(call.instant, []).append(self._clock() - began)
         finally:
             over.set()
             if thread is not None:
@@ -129,8 +131,12 @@ class Injector:
         return statistics.median(took_s) if took_s else _FIRST_GUESS_S
 
     def _fire(self, strike: Strike, call: _Call, over: threading.Event, wait_s: float) -> None:
+        began = self._clock()
         if over.wait(wait_s):
-            return  # too late: it is drawn, but counts for nothing
+            with self._lock:
+                # Too early for this call: a recovery is more than one.
+                self._armed, self._left_s = strike, max(0.0, wait_s - (self._clock() - began))
+            return
         if self._apply(strike, call):
             self.hits.append(strike)
 
@@ -150,13 +156,10 @@ class Injector:
 class ChaosSandbox:
     """A sandbox that strikes hit. See `Sandbox`."""
 
-    def __init__(
-        self, inner: Sandbox, cgroup: Cgroup, injector: Injector, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, inner: Sandbox, cgroup: Cgroup, injector: Injector) -> None:
         self.inner = inner
         self.cgroup = cgroup
         self._injector = injector
-        self._clock = clock
         self._number = injector.new_number()
 
     @property
@@ -182,15 +185,15 @@ class ChaosSandbox:
     def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
         """See `Sandbox.run`."""
         call = _Call(instant=self._injector.instant_of_run(self._number), **self.place)
-        with self._injector.during(call, self._clock):
+        with self._injector.during(call):
             return self.inner.run(command, timeout_s=timeout_s)
 
-    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
+    def save(self, into: Path, *, previous: Path | None = None, with_fingerprint: bool = False) -> Saved:
         """See `Sandbox.save`."""
         if self._injector.claim_refusal(Instant.CHECKPOINT, Kind.RUNTIME):
             raise RuntimeFailed("chaos: the runtime's command to checkpoint failed")
-        with self._injector.during(_Call(instant=Instant.CHECKPOINT, **self.place), self._clock):
-            return self.inner.save(into, previous=previous)
+        with self._injector.during(_Call(instant=Instant.CHECKPOINT, **self.place)):
+            return self.inner.save(into, previous=previous, with_fingerprint=with_fingerprint)
 
     def processes(self) -> list[ProcessInfo]:
         """See `Sandbox.processes`."""
@@ -217,7 +220,7 @@ class ChaosSandbox:
         self._number = self._injector.new_number()  # as good as restored now
         if self._injector.claim_refusal(Instant.RESTORE, Kind.RUNTIME):
             raise RuntimeFailed("chaos: the runtime's command to wake the standby failed")
-        with self._injector.during(_Call(instant=Instant.RESTORE, **self.place), self._clock):
+        with self._injector.during(_Call(instant=Instant.RESTORE, **self.place)):
             self.inner.wake()
 
     def is_alive(self) -> bool:
@@ -244,11 +247,10 @@ class ChaosRuntime:
 
     ``made`` holds every home, and the pid and start time of every init, there ever was."""
 
-    def __init__(self, inner: SandboxRuntime, injector: Injector, clock: Callable[[], float]) -> None:
+    def __init__(self, inner: SandboxRuntime, injector: Injector) -> None:
         self.inner = inner
         self.made = _Made()
         self._injector = injector
-        self._clock = clock
 
     @property
     def name(self) -> str:
@@ -279,7 +281,7 @@ class ChaosRuntime:
             raise RestoreFailed("chaos: the runtime's command to restore failed")
         # What is being restored has no init yet: it is found by the name that runc's cgroups have.
         call = _Call(instant=Instant.RESTORE, cgroup=Cgroup.find(f"belayer-{home.name}"), word=home.name)
-        with self._injector.during(call, self._clock):
+        with self._injector.during(call):
             sandbox = self.inner.restore(spec, saved_dir, meta, home)
         return self._wrapped(sandbox)
 
@@ -294,7 +296,7 @@ class ChaosRuntime:
                 # Now, while the pid is surely its own; a cgroup's name is never used again.
                 cgroup = Cgroup.of_pid(sandbox.init_pid)
                 self.made.inits.append((sandbox.init_pid, process_start_time(sandbox.init_pid) or 0))
-        return ChaosSandbox(sandbox, cgroup, self._injector, self._clock)
+        return ChaosSandbox(sandbox, cgroup, self._injector)
 
 
 class ChaosStore(Store):

@@ -15,19 +15,17 @@ from belayer_env.ownership import Owner, is_process
 __all__ = ["Ours", "find_leaks"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_THREADS_OF_A_PROCESS = 1
-"""The first sandbox of a process starts the one thread that reads what jobs print late."""
 
 
 class Ours:
-    """Descriptors and threads of this process before the run."""
+    """Descriptors and threads of this process, once it has run a first sandbox."""
 
     def __init__(self) -> None:
         self.descriptors = _descriptors()
         self.threads = threading.active_count()
 
 
-def find_leaks(runtime: ChaosRuntime, store: ChaosStore, before: Ours) -> list[str]:
+def find_leaks(runtime: ChaosRuntime, store: ChaosStore, before: Ours | None) -> list[str]:
     """Mounts, cgroups, processes, loop devices, files, descriptors and threads that are still there."""
     ids = [home.name for home in runtime.made.homes]
     found = [f"mount {line.split()[4]}" for line in _mounts() if _names(ids, line)]
@@ -49,10 +47,11 @@ def find_leaks(runtime: ChaosRuntime, store: ChaosStore, before: Ours) -> list[s
         final = checkpoints / name.removeprefix(".partial-").partition(".")[0]
         found += [f"checkpoint {path}" for path in (checkpoints / name, final) if path.exists()]
     found += [f"file {path}" for path in (store.root / "tmp").glob(f"*.{Owner.here().token}")]
-    # The late-output thread has an epoll of its own.
-    if (grown := _descriptors() - before.descriptors) > _THREADS_OF_A_PROCESS:
+    if before is None:
+        return found
+    if (grown := _descriptors() - before.descriptors) > 0:
         found.append(f"{grown} descriptors")
-    if (grown := threading.active_count() - before.threads) > _THREADS_OF_A_PROCESS:
+    if (grown := threading.active_count() - before.threads) > 0:
         found.append(f"{grown} threads: {[thread.name for thread in threading.enumerate()]}")
     return found
 

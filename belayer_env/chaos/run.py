@@ -1,4 +1,5 @@
-"""A chaos run: the same actions again and again, first undisturbed, then under faults, and all compared. Seconds; milliseconds in the report."""
+"""A chaos run: the same actions again and again, first undisturbed, then under faults, and all compared.
+Seconds; milliseconds in the report."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from belayer_env.chaos.faults import damage
 from belayer_env.chaos.inject import ChaosRuntime, ChaosSandbox, ChaosStore, Injector
 from belayer_env.chaos.leaks import Ours, find_leaks
 from belayer_env.chaos.look import Outcome, differences, look
-from belayer_env.chaos.strikes import Instant, Kind, Strike, draw
+from belayer_env.chaos.strikes import Deck, Instant, Kind, Strike
 from belayer_env.env import ContainerEnv
 from belayer_env.errors import BelayerError, Fault, InvalidInput, SandboxGone, StoreFull
 from belayer_env.runtimes import open_runtime
@@ -30,7 +31,7 @@ __all__ = ["ChaosReport", "run_chaos"]
 LAST_ACTION = "true"
 """Played after the others, undisturbed: it finds, and recovers, what a late fault has broken."""
 
-STRIKE_SHARE = 0.7
+STRIKE_SHARE = 0.85
 """Of the steps, how many are struck."""
 
 _BUBBLE_S = 0.4
@@ -107,17 +108,20 @@ def run_chaos(
         InvalidInput: two undisturbed runs of the actions differ: then nothing can be said of a disturbed one.
         SetupError: the host or the task will not do; checkpoints must be FULL."""
     clock = time.monotonic
-    began, before = clock(), Ours()
+    began = clock()
     with contextlib.closing(ChaosStore(store)) as opened:
         rng = random.Random(seed)
         player = _Player(task, actions, opened, rng, clock)
-        player.runtime = ChaosRuntime(open_runtime(runtime, opened, require="full"), player.injector, clock)
+        before = None
+        player.runtime = ChaosRuntime(open_runtime(runtime, opened, require="full"), player.injector)
         found = ChaosReport(machine=Machine.here(), seed=seed, hits=player.injector.hits)
         try:
             report(f"{len(actions)} actions, undisturbed")
             reference = player.reference(policy)
+            before = Ours()
+            deck = Deck(rng, kinds)
             while len(found.hits) < faults and not (found.differences or found.lost):
-                player.play(found, reference, kinds=kinds, policy=policy, standby=standby, faults=faults)
+                player.play(found, reference, deck=deck, policy=policy, standby=standby, faults=faults)
                 report(f"{len(found.hits)} of {faults} faults, {found.rolled_back} rollbacks")
         finally:
             found.leaks += find_leaks(player.runtime, opened, before)
@@ -145,7 +149,7 @@ class _Player:
         self._clock = clock
         self._env: ContainerEnv | None = None
         self._costs: tuple[float, ...] = ()
-        self.injector = store.injector = Injector(self._damage_newest)
+        self.injector = store.injector = Injector(self._damage_newest, clock)
 
     def reference(self, policy: str) -> Outcome:
         """An undisturbed run.
@@ -167,7 +171,7 @@ class _Player:
         found: ChaosReport,
         reference: Outcome,
         *,
-        kinds: Sequence[Kind],
+        deck: Deck,
         policy: str,
         standby: bool,
         faults: int,
@@ -179,7 +183,7 @@ class _Player:
         with contextlib.closing(env):
             env.reset()
             try:
-                self._act(env, found, kinds, faults)
+                self._act(env, found, deck, faults)
                 env.episode.settle()
                 state = look(_inner(env), reference.state)
                 outcome = Outcome(steps=env.episode.ledger.steps, state=state)
@@ -197,7 +201,7 @@ class _Player:
 
     # -- one episode
 
-    def _act(self, env: ContainerEnv, found: ChaosReport, kinds: Sequence[Kind], faults: int) -> None:
+    def _act(self, env: ContainerEnv, found: ChaosReport, deck: Deck, faults: int) -> None:
         done = 0
         for _ in range(_MOST_STEPS * len(self._actions)):
             if done == len(self._actions):
@@ -205,7 +209,7 @@ class _Player:
             is_last = done == len(self._actions) - 1
             strike = None
             if not is_last and len(found.hits) < faults and self._rng.random() < STRIKE_SHARE:
-                strike = self._prepare(env, draw(self._rng, kinds), done)
+                strike = self._prepare(env, deck.draw(), done)
             try:
                 *_, info = env.step(self._actions[done])
             except StoreFull:
@@ -247,9 +251,10 @@ class _Player:
                 self.injector.arm(strike)
                 self._kill(env)
             case Instant.RECOVERY:
-                expected_s = self._costs[done - 1] if done else None
-                self.injector.arm(strike, expected_s=expected_s)
-                self._kill(env)
+                replay_s = sum(self._costs[self._num_kept(env) : done])
+                if replay_s:
+                    self.injector.arm(strike, expected_s=replay_s)
+                    self._kill(env)
         return strike
 
     def _conclude(self, env: ContainerEnv, strike: Strike) -> None:
@@ -274,6 +279,12 @@ class _Player:
         if not self._store.checkpoints(env.episode.id):
             with contextlib.suppress(Fault):
                 env.episode.checkpoint(pinned=False)
+
+    def _num_kept(self, env: ContainerEnv) -> int:
+        """Steps that the newest checkpoint holds."""
+        env.episode.settle()
+        refs = self._store.checkpoints(env.episode.id)
+        return self._store.covered_step(refs[0]) if refs else 0
 
     def _kill(self, env: ContainerEnv) -> None:
         with contextlib.suppress(SandboxGone):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from belayer_env.errors import InvalidInput
 
-__all__ = ["REACH", "Instant", "Kind", "Strike", "draw", "parse_kinds"]
+__all__ = ["REACH", "Deck", "Instant", "Kind", "Strike", "parse_kinds"]
 
 
 class Kind(enum.StrEnum):
@@ -58,12 +58,21 @@ class Strike:
     is_refusal: bool = False
 
 
-def draw(rng: random.Random, kinds: Sequence[Kind]) -> Strike:
-    """The next fault: kinds are equally likely, and so are the instants that a kind can hit."""
-    kind = rng.choice(kinds)
-    return Strike(
-        kind=kind, instant=rng.choice(REACH[kind]), delay=rng.random(), is_refusal=rng.random() < 0.5
-    )
+class Deck:
+    """Every kind at every instant it can hit, shuffled; and again once all have been drawn."""
+
+    def __init__(self, rng: random.Random, kinds: Sequence[Kind]) -> None:
+        self._rng = rng
+        self._all = [(kind, instant) for kind in kinds for instant in REACH[kind]]
+        self._left: list[tuple[Kind, Instant]] = []
+
+    def draw(self) -> Strike:
+        """The next fault."""
+        if not self._left:
+            self._left = self._rng.sample(self._all, len(self._all))
+        kind, instant = self._left.pop()
+        delay, is_refusal = self._rng.random(), self._rng.random() < 0.5
+        return Strike(kind=kind, instant=instant, delay=delay, is_refusal=is_refusal)
 
 
 def parse_kinds(kinds: str) -> tuple[Kind, ...]:

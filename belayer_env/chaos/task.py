@@ -17,9 +17,9 @@ ACTIONS = (
     "fetch() { python3 -c 'import sys, urllib.request as r; "
     'sys.stdout.write(r.urlopen("http://127.0.0.1:8000/" + sys.argv[1]).read().decode())\' "$1"; }; '
     "until fetch src/mod.py 2>/dev/null; do sleep 0.05; done",
-    "python3 -c 'import json, pathlib; pathlib.Path(\"/dev/shm/state\").write_text(json.dumps([*range(9)]))'; "
+    "python3 -c 'import json, pathlib as p; p.Path(\"/dev/shm/state\").write_text(json.dumps([*range(9)]))'; "
     "N=$((N+1)); cat /dev/shm/state",
-    "for i in 1 2 3 4 5; do echo $i >>count.txt; sleep 0.08; done; cat count.txt",
+    "for i in 1 2 3 4 5; do echo $i >>count.txt; sleep 0.05; done; cat count.txt",
     "awk '{ s += $1 } END { print s }' data.txt | tee sum.txt; echo \"${PIPESTATUS[*]}\"",
     "ls /no/such; grep nothing data.txt; (exit 3)",
     "exec 9>>lock && flock 9 && echo locked >&9; sed -i 's/x \\* 2/x * 3/' src/mod.py; git diff --stat; "
@@ -27,7 +27,7 @@ ACTIONS = (
     "kill %1; wait %1 2>/dev/null; echo $?; fetch count.txt | tail -1",
     'python3 -c \'import hashlib; d = b""\nfor _ in range(100_000): d = hashlib.sha256(d).digest()\n'
     "print(d.hex())' | tee /tmp/digest",
-    "rm data.txt; mv sum.txt total.txt; ln -s total.txt link; chmod 600 count.txt; sleep 0.3; ls -1",
+    "rm data.txt; mv sum.txt total.txt; ln -s total.txt link; chmod 600 count.txt; sleep 0.2; ls -1",
     'greet "$N ${M[b]} $E"; pwd; umask; fetch link; jobs | wc -l; cat lock',
 )
 """They print the same in every run, and show it if half of one is kept or one is run twice."""
@@ -46,5 +46,5 @@ def chaos_task(image: str = "") -> Task:
     return Task(
         image=image or f"rootfs:{paths.test_image()}",
         env={"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV},
-        limits=Limits(memory_bytes=512 * MIB, pids=128, step_timeout_s=6.0, kill_grace_s=0.5),
+        limits=Limits(memory_bytes=512 * MIB, pids=128, step_timeout_s=5.0, kill_grace_s=0.5),
     )

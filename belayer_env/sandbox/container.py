@@ -122,6 +122,8 @@ class Container:
         """See `Sandbox.run`."""
         channel = self.require()
         limits = self.spec.limits
+        if self._has_died(0):
+            raise self.death(begun=False)  # before its own kill is taken for one of an earlier step's
         self._note_oom_kills()
         result = channel.run(
             command,
