@@ -42,8 +42,8 @@ ENGINE_PATIENCE_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """What one recovery may take: tries in all (and one more, if need be, for the fresh start), tries at one
-    rung when its new sandbox is lost under the replay, and seconds. A rung under way at the end of the seconds
-    is finished."""
+    rung when its new sandbox is lost under the replay, and seconds. A rung under way at their end is
+    finished."""
 
     attempts: int = 24
     attempts_per_rung: int = 3
@@ -217,7 +217,7 @@ class Recovery:
             for try_number in range(1, self._budget.attempts_per_rung + 1):
                 if self._clock() - started > self._budget.seconds:
                     raise self._failed(ledger, attempts)
-                # One try is kept for the fresh start: it needs none of the checkpoints that have failed so far.
+                # One try is kept for the fresh start: it needs none of the checkpoints that failed.
                 if len(attempts) >= self._budget.attempts and (rung.checkpoint is not None or try_number > 1):
                     break
                 began = self._clock()

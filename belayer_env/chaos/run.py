@@ -53,7 +53,7 @@ class ChaosReport:
     differences: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
-    rolled_back: int = 0
+    rollbacks: list[str] = field(default_factory=list)
     episodes: int = 0
     surfaced: Counter[str] = field(default_factory=Counter)
     recoveries: list[RecoveryRecord] = field(default_factory=list)
@@ -76,13 +76,14 @@ class ChaosReport:
             "by_instant": {
                 instant.value: sum(hit.instant is instant for hit in self.hits) for instant in Instant
             },
-            "recovered": max(0, faults - self.rolled_back - len(self.lost)),
-            "rolled_back": self.rolled_back,
+            "recovered": max(0, faults - len(self.rollbacks) - len(self.lost)),
+            "rolled_back": len(self.rollbacks),
             "unnoticed_divergences": len(self.differences),
             "lost_episodes": len(self.lost),
             "leaks": len(self.leaks),
             "recovery_ms": _by_rung(self.recoveries),
             "surfaced": dict(sorted(self.surfaced.items())),
+            "rollbacks": self.rollbacks,
             "episodes": self.episodes,
             "wall_s": round(self.wall_s, 1),
             "found": [*self.differences, *self.lost, *self.leaks],
@@ -122,7 +123,7 @@ def run_chaos(
             deck = Deck(rng, kinds)
             while len(found.hits) < faults and not (found.differences or found.lost):
                 player.play(found, reference, deck=deck, policy=policy, standby=standby, faults=faults)
-                report(f"{len(found.hits)} of {faults} faults, {found.rolled_back} rollbacks")
+                report(f"{len(found.hits)} of {faults} faults, {len(found.rollbacks)} rollbacks")
         finally:
             found.leaks += find_leaks(player.runtime, opened, before)
     found.wall_s = clock() - began
@@ -217,7 +218,7 @@ class _Player:
             if strike is not None:
                 self._conclude(env, strike)
             if "rollback" in info:
-                found.rolled_back += 1
+                found.rollbacks.append(f"episode {found.episodes}: {info['rollback'].reason}")
                 done = info["rollback"].to_step
             else:
                 done += 1

@@ -1,0 +1,361 @@
+"""Episode, store and recovery against a model: whatever befalls the sandbox, its state is what executing the
+ledger's actions produces, and the ledger is what was told."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from belayer_env.checkpoint import CheckpointRef
+from belayer_env.episode import Episode, Means
+from belayer_env.errors import Fault, SandboxGone, StoreFull
+from belayer_env.ledger import Step
+from belayer_env.policy import parse_policy
+from belayer_env.rollback import Rollback
+from belayer_env.sandbox.base import Sandbox, SandboxRuntime
+from belayer_env.spec import Limits, Task
+from belayer_env.store import Store
+from tests.memory_sandbox import (
+    RANDOM,
+    Faults,
+    FaultyRuntime,
+    FaultySandbox,
+    MemoryRuntime,
+    MemorySandbox,
+    State,
+    execute,
+)
+
+SETUP = ("touch /root/list",)
+DETERMINISTIC = (
+    "A=1",
+    "B=x",
+    "A=$((A+3)); echo $A",
+    "echo $A",
+    "echo $B",
+    "echo one >>/root/list",
+    "echo two >>/root/list",
+    "cat /root/list",
+    "sleep 900 &",
+    "pgrep -c sleep",
+    "(exit 3)",
+)
+ACTIONS = st.one_of(st.sampled_from(DETERMINISTIC), st.just(RANDOM), st.sampled_from(DETERMINISTIC))
+POINTS = (
+    ("run", "before"),
+    ("run", "middle"),
+    ("run", "after"),
+    ("save", "before"),
+    ("save", "after"),
+    ("restore", "before"),
+    ("restore", "after"),
+    ("create", "before"),
+    ("create", "after"),
+    ("wake", "before"),
+    ("wake", "after"),
+)
+
+Told = tuple[str, str, int, bool]
+"""Action, observation, exit code, timed out."""
+
+
+class FullStore(Store):
+    """Its disk is full for the calls named in ``full``, once each."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.full: set[str] = set()
+
+    def publish(self, staging: Path, **facts: Any) -> CheckpointRef:
+        if "publish" in self.full:
+            self.full.discard("publish")
+            self.layers.drop(staging)
+            raise StoreFull("no room")
+        return super().publish(staging, **facts)
+
+    def append_step(self, episode_id: str, step: Step) -> None:
+        if "append_step" in self.full:
+            self.full.discard("append_step")
+            raise StoreFull("no room")
+        super().append_step(episode_id, step)
+
+    def new_home(self, episode_id: str | None, runtime: str) -> Path:
+        if "new_home" in self.full:
+            self.full.discard("new_home")
+            raise StoreFull("no room")
+        return super().new_home(episode_id, runtime)
+
+
+def expected_state(told: list[Told]) -> State:
+    """What executing these actions, with what was observed, produces."""
+    state = State()
+    for command in SETUP:
+        execute(state, command, str)
+    for action, observation, _, _ in told:
+        execute(state, action, observation.strip)
+    return state
+
+
+class EpisodeMachine(RuleBasedStateMachine):
+    """One episode under everything; ``told`` is what its agent's context holds."""
+
+    image = "rootfs:/"
+    commands_time_out = True
+
+    def make_runtime(self, store: Store) -> SandboxRuntime:
+        return MemoryRuntime()
+
+    def make_root(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="belayer-model-"))
+
+    def drop_root(self) -> None:
+        shutil.rmtree(self.root)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Told] = []
+        self.refs: list[tuple[CheckpointRef, list[Told]]] = []
+        self.is_untold = False
+        self.root = self.make_root()
+        self.store = FullStore(self.root)
+        self.faults = Faults()
+        self.runtime = FaultyRuntime(self.make_runtime(self.store), self.faults)
+
+    @initialize(
+        policy=st.sampled_from(["never", "every-step", "every-2", "adaptive:faults_per_s=1000.0"]),
+        standby=st.booleans(),
+        replay=st.sampled_from(["always", "always", "never"]),
+    )
+    def begin(self, policy: str, standby: bool, replay: Any) -> None:
+        limits = Limits(step_timeout_s=20.0, kill_grace_s=0.3)
+        self.task = Task(image=self.image, setup=SETUP, replay=replay, limits=limits)
+        self.means = Means(
+            store=self.store, runtime=self.runtime, policy=parse_policy(policy), standby=standby
+        )
+        self.episode = Episode.begin(self.task, self.means)
+
+    # -- what an agent does
+
+    @rule(action=ACTIONS)
+    def step(self, action: str) -> None:
+        self.take(self.episode, self.told, action)
+        self.is_untold = False
+
+    def take(self, episode: Episode, told: list[Told], action: str) -> None:
+        """A step; ``told`` becomes what the agent then knows."""
+        before = list(told)
+        try:
+            outcome = episode.step(action)
+        except StoreFull:
+            assert self.ledger_of(episode) == before[: len(episode.ledger)]
+            if len(episode.ledger) < len(before):
+                self.is_untold = True
+            return
+        if isinstance(outcome, Rollback):
+            self.check_rollback(outcome, before)
+            del told[outcome.to_step :]
+        else:
+            told.append((outcome.action, outcome.observation, outcome.exit_code, outcome.timed_out))
+        assert self.ledger_of(episode) == told
+
+    def check_rollback(self, rollback: Rollback, before: list[Told]) -> None:
+        lost = before[rollback.to_step :]
+        if self.task.replay == "always":
+            # Nothing is given up that could be had again.
+            assert any(action == RANDOM for action, *_ in lost), f"{rollback} gave up {lost}"
+
+    @rule()
+    def checkpoint(self) -> None:
+        try:
+            ref = self.episode.checkpoint()
+        except Fault:
+            pass
+        else:
+            assert ref.step == len(self.episode.ledger)
+            self.refs.append((ref, self.ledger_of(self.episode)))
+        self.note_untold()
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        ref, then = data.draw(st.sampled_from(self.refs))
+        before = self.ledger_of(self.episode)
+        try:
+            self.episode.restore(ref)
+        except Fault:
+            assert self.ledger_of(self.episode) == before
+        else:
+            self.told = list(then)
+            self.is_untold = False
+
+    @rule(actions=st.lists(ACTIONS, min_size=2, max_size=2))
+    def fork(self, actions: list[str]) -> None:
+        try:
+            forks = self.episode.fork(2)
+        except Fault:
+            self.note_untold()
+            return
+        self.note_untold()
+        for fork, action in zip(forks, actions, strict=True):
+            # A fork's agent has the context of its parent's.
+            told = list(self.told)
+            try:
+                self.check_state(fork)
+                self.take(fork, told, action)
+                self.check_state(fork)
+            finally:
+                fork.close()
+
+    # -- what befalls it
+
+    @rule()
+    def kill(self) -> None:
+        self.episode.settle()
+        with contextlib.suppress(SandboxGone):
+            self.episode.sandbox.kill()
+
+    @rule(point=st.sampled_from(POINTS), kind=st.sampled_from(["kill", "hang", "refuse"]))
+    def arm(self, point: tuple[str, str], kind: str) -> None:
+        if len(self.faults.armed) < 2:  # three at one rung, and it is the rung that is to blame
+            self.faults.arm(*point, kind)
+
+    @rule(call=st.sampled_from(["publish", "append_step", "new_home"]))
+    def fill_disk(self, call: str) -> None:
+        if len(self.faults.armed) < 2:
+            self.store.full = {call}
+
+    @rule(how=st.sampled_from(["flip", "cut", "remove"]))
+    def corrupt(self, how: str) -> None:
+        self.episode.settle()
+        refs = self.store.checkpoints(self.episode.id)
+        directory = self.store.directory_of(refs[0]) if refs else None
+        if directory is None:
+            return
+        files = [path for path in (directory / "images").iterdir() if path.is_file()]
+        path = max(files, key=lambda path: path.stat().st_size, default=None)
+        if path is None:
+            return
+        data = bytearray(path.read_bytes())
+        if how == "remove":
+            path.unlink()
+        elif how == "cut":
+            path.write_bytes(data[:-1])
+        elif data:
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+    @rule()
+    def lose_client(self) -> None:
+        """Its process dies: what runs goes on without an owner, and another client resumes the episode."""
+        self.episode.settle()
+        self.let_threads_end()
+        self.faults.armed.clear()
+        self.store.full.clear()
+        known = self.ledger_of(self.episode)
+        self.episode = Episode.resume(self.episode.id, self.task, self.means)
+        self.told = known  # a new client takes up the ledger
+        self.is_untold = False
+        self.note_untold()
+
+    # -- what must hold
+
+    @invariant()
+    def ledger_is_what_was_told(self) -> None:
+        if not hasattr(self, "episode"):
+            return
+        ledger = self.ledger_of(self.episode)
+        assert ledger == self.told[: len(ledger)]
+        assert self.is_untold or len(ledger) == len(self.told)
+        stored = self.store.load_ledger(self.episode.id)
+        assert [step.to_json() for step in stored.steps] == [
+            step.to_json() for step in self.episode.ledger.steps
+        ]
+
+    @invariant()
+    def state_is_what_the_ledger_says(self) -> None:
+        if hasattr(self, "episode"):
+            self.check_state(self.episode)
+
+    def check_state(self, episode: Episode) -> None:
+        episode.settle()
+        try:
+            sandbox = episode.sandbox
+        except SandboxGone:
+            return
+        if not sandbox.is_alive() or not sandbox.answers():
+            return  # a fault has come; the next step recovers
+        assert isinstance(sandbox, FaultySandbox)
+        assert observed(sandbox.inner) == observed_of(expected_state(self.ledger_of(episode)))
+
+    def note_untold(self) -> None:
+        if len(self.episode.ledger) < len(self.told):
+            self.is_untold = True
+
+    def ledger_of(self, episode: Episode) -> list[Told]:
+        return [(s.action, s.observation, s.exit_code, s.timed_out) for s in episode.ledger.steps]
+
+    def let_threads_end(self) -> None:
+        for thread in self.episode._burials:
+            thread.join()
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "episode"):
+                self.episode.close()
+                assert self.store.homes() == []
+                assert list((self.root / "checkpoints").iterdir()) == []
+                assert list((self.root / "tmp").iterdir()) == []
+                inner = self.runtime.inner
+                if isinstance(inner, MemoryRuntime):
+                    assert not any(sandbox.is_alive() for sandbox in inner.made)
+        finally:
+            self.store.close()
+            self.drop_root()
+
+
+def observed(sandbox: Sandbox) -> tuple[str, str, str, str]:
+    """What the sandbox shows, asked by none of the ledger's steps."""
+    if isinstance(sandbox, MemorySandbox):
+        return observed_of(sandbox.state)
+    seen = sandbox.run("echo $A; echo $B; pgrep -c sleep; cat /root/list").output
+    a, b, count, lines = seen.split("\n", 3)
+    return a, b, count, lines
+
+
+def observed_of(state: State) -> tuple[str, str, str, str]:
+    lines = "".join(line + "\n" for line in state.lines or ())
+    return state.variables.get("A", ""), state.variables.get("B", ""), str(len(state.processes)), lines
+
+
+MODEL = settings(
+    max_examples=120,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def test_whatever_befalls_it_the_state_is_what_the_ledger_says() -> None:
+    run_state_machine_as_test(EpisodeMachine, settings=MODEL)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_whatever_befalls_it_the_state_is_what_the_ledger_says_at_length() -> None:
+    long = settings(MODEL, max_examples=3000, stateful_step_count=40)
+    run_state_machine_as_test(EpisodeMachine, settings=long)  # type: ignore[no-untyped-call]
