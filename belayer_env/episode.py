@@ -241,6 +241,7 @@ class Episode:
                 means = dataclasses.replace(self._means, store=store)
                 fork = Episode(episode_id, self.task, means, store.load_ledger(episode_id))
                 fork._checkpointer.stand_on(own_ref, own_ref.step)
+                fork._untold = self._untold  # its agent's context is this one's
                 forks.append(fork)
             with ThreadPoolExecutor(n, thread_name_prefix="belayer-fork") as pool:
                 sandboxes = [pool.submit(fork._recovery.restored, ref, verified) for fork in forks]

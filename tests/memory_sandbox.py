@@ -5,13 +5,13 @@ sandboxes by the same tests:
 
     V=text            V=$((V+3)); echo $V      echo $V             echo text >>/root/list
     cat /root/list    sleep 900 &              pgrep -c sleep      (exit 3)
-    touch /root/list  sleep 999                cat /proc/sys/kernel/random/uuid | tee -a /root/list
+    touch /root/list  sleep 999                true                echo ok
+    cat /proc/sys/kernel/random/uuid | tee -a /root/list
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import re
@@ -34,7 +34,17 @@ from belayer_env.sandbox.base import ProcessInfo, Sandbox, SandboxRuntime, Saved
 from belayer_env.sandbox.shell import check_command
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
-__all__ = ["RANDOM", "Faults", "FaultyRuntime", "MemoryRuntime", "MemorySandbox", "State", "execute"]
+__all__ = [
+    "RANDOM",
+    "TIMED_OUT",
+    "Faults",
+    "FaultyRuntime",
+    "FaultySandbox",
+    "MemoryRuntime",
+    "MemorySandbox",
+    "State",
+    "execute",
+]
 
 RANDOM = "cat /proc/sys/kernel/random/uuid | tee -a /root/list"
 TIMED_OUT = "sleep 999"
@@ -69,8 +79,8 @@ def execute(state: State, command: str, entropy: Callable[[], str]) -> ExecResul
         return ExecResult(output="".join(line + "\n" for line in state.lines), exit_code=0)
     if command == "pgrep -c sleep":
         return ExecResult(output=f"{len(state.processes)}\n", exit_code=0 if state.processes else 1)
-    if command == "true":
-        return ExecResult(output="", exit_code=0)
+    if command in ("true", "echo ok"):
+        return ExecResult(output="ok\n" if command == "echo ok" else "", exit_code=0)
     if match := re.fullmatch(r"([A-Z])=(\w+)", command):
         state.variables[match[1]] = match[2]
         return ExecResult(output="", exit_code=0)
@@ -343,7 +353,3 @@ class FaultySandbox:
                 raise SandboxHung("the shell does not answer", begun=begun)
             case "refuse":
                 raise RuntimeFailed("the runtime's command failed", begun=begun)
-
-
-def copied(state: State) -> State:
-    return copy.deepcopy(state)

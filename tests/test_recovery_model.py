@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -27,11 +27,14 @@ from belayer_env.errors import Fault, SandboxGone, StoreFull
 from belayer_env.ledger import Step
 from belayer_env.policy import parse_policy
 from belayer_env.rollback import Rollback
+from belayer_env.runtimes import open_runtime
 from belayer_env.sandbox.base import Sandbox, SandboxRuntime
+from belayer_env.sandbox.layers import open_layers
 from belayer_env.spec import Limits, Task
 from belayer_env.store import Store
 from tests.memory_sandbox import (
     RANDOM,
+    TIMED_OUT,
     Faults,
     FaultyRuntime,
     FaultySandbox,
@@ -121,7 +124,7 @@ class EpisodeMachine(RuleBasedStateMachine):
         return MemoryRuntime()
 
     def make_root(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix="belayer-model-"))
+        return Path(tempfile.mkdtemp(prefix="belayer-model-", dir="/dev/shm"))
 
     def drop_root(self) -> None:
         shutil.rmtree(self.root)
@@ -155,6 +158,11 @@ class EpisodeMachine(RuleBasedStateMachine):
     def step(self, action: str) -> None:
         self.take(self.episode, self.told, action)
         self.is_untold = False
+
+    @precondition(lambda self: self.commands_time_out)
+    @rule()
+    def step_that_times_out(self) -> None:
+        self.step(TIMED_OUT)
 
     def take(self, episode: Episode, told: list[Told], action: str) -> None:
         """A step; ``told`` becomes what the agent then knows."""
@@ -211,14 +219,15 @@ class EpisodeMachine(RuleBasedStateMachine):
             self.note_untold()
             return
         self.note_untold()
-        for fork, action in zip(forks, actions, strict=True):
-            # A fork's agent has the context of its parent's.
-            told = list(self.told)
-            try:
+        try:
+            for fork, action in zip(forks, actions, strict=True):
+                # A fork's agent has the context of its parent's.
+                told = list(self.told)
                 self.check_state(fork)
                 self.take(fork, told, action)
                 self.check_state(fork)
-            finally:
+        finally:
+            for fork in forks:
                 fork.close()
 
     # -- what befalls it
@@ -351,11 +360,61 @@ MODEL = settings(
 
 
 def test_whatever_befalls_it_the_state_is_what_the_ledger_says() -> None:
-    run_state_machine_as_test(EpisodeMachine, settings=MODEL)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(EpisodeMachine, settings=MODEL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_whatever_befalls_it_the_state_is_what_the_ledger_says_at_length() -> None:
     long = settings(MODEL, max_examples=3000, stateful_step_count=40)
-    run_state_machine_as_test(EpisodeMachine, settings=long)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(EpisodeMachine, settings=long)
+
+
+# -- the same on real sandboxes
+
+
+@pytest.fixture
+def real_machine(store_dir: Path, image: str, runtime_names: frozenset[str]) -> type[EpisodeMachine]:
+    """The machine on runc."""
+    if "runc" not in runtime_names:
+        pytest.skip("the runc runtime does not give FULL here; run: make setup")
+
+    class RealMachine(EpisodeMachine):
+        commands_time_out = False  # a limit short enough to wait for is one that a busy host passes by itself
+
+        def __init__(self) -> None:
+            self.image = image
+            super().__init__()
+
+        def make_runtime(self, store: Store) -> SandboxRuntime:
+            return open_runtime("runc", store, require="full")
+
+        def make_root(self) -> Path:
+            return Path(tempfile.mkdtemp(prefix="model-", dir=store_dir))
+
+        def drop_root(self) -> None:
+            open_layers(store_dir).drop(self.root)
+
+    return RealMachine
+
+
+REAL = settings(
+    max_examples=4,
+    stateful_step_count=12,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.criu
+def test_real_sandboxes_keep_the_same_rules(real_machine: type[EpisodeMachine]) -> None:
+    run_state_machine_as_test(real_machine, settings=REAL)
+
+
+@pytest.mark.criu
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_real_sandboxes_keep_the_same_rules_at_length(real_machine: type[EpisodeMachine]) -> None:
+    long = settings(REAL, max_examples=300, stateful_step_count=15)
+    run_state_machine_as_test(real_machine, settings=long)
