@@ -244,7 +244,7 @@ class Episode:
                 "checkpoints end with their episode"
             )
         self._close_bubble()
-        self.settle()
+        self._checkpointer.settle()
         sandbox = self._recovery.restored(ref)
         self._drop_sandbox()
         self._sandbox = sandbox
@@ -302,9 +302,11 @@ class Episode:
         self._checkpointer.bubbles.hint(seconds)
 
     def settle(self) -> None:
-        """Wait until what runs in the background (a checkpoint being published, a standby being made) is
-        done."""
+        """Wait until what runs in the background (a checkpoint being published, a standby being made, a lost
+        sandbox being cleared away) is done."""
         self._checkpointer.settle()
+        for thread in self._burials:
+            thread.join()
 
     def close(self) -> None:
         """End it: the sandbox, its checkpoints and its ledger go. Idempotent, never raises."""
@@ -386,7 +388,7 @@ class Episode:
         """Bring a sandbox to the end of the ledger; or cut the ledger to where one could be brought, and keep
         the rollback for the next step to tell."""
         started_s = self.telemetry.now_s()
-        self.settle()  # the checkpoint being published may be the best rung
+        self._checkpointer.settle()  # the checkpoint being published may be the best rung
         recovered = self._recovery.recover(self.ledger, self._standby)
         self._sandbox = recovered.sandbox
         num_replayed = recovered.step - recovered.rung.step
