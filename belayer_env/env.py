@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
 import gymnasium
 
 from belayer_env.checkpoint import CheckpointRef
-from belayer_env.episode import Episode
+from belayer_env.episode import Episode, Means
 from belayer_env.errors import EnvClosed, EpisodeOver, InvalidInput, NotReset, NotText
 from belayer_env.host.store_mount import ensure_mounted
 from belayer_env.policy import CheckpointPolicy, parse_policy
@@ -29,11 +29,6 @@ from belayer_env.store import Store
 from belayer_env.telemetry import Telemetry
 
 __all__ = ["ContainerEnv"]
-
-
-class _Standby(NamedTuple):
-    wanted: bool
-    max_bytes: int | None
 
 
 P = ParamSpec("P")
@@ -80,7 +75,7 @@ class ContainerEnv(gymnasium.Env[str, str]):
         if not isinstance(task, Task):
             raise NotText(f"task must be a belayer_env.Task, not {type(task).__name__}")
         self.task = task
-        self._policy = parse_policy(policy)
+        parsed = parse_policy(policy)
         self._owns_store = not isinstance(store, Store)
         self._store = store if isinstance(store, Store) else _open_store(store)
         try:
@@ -88,7 +83,13 @@ class ContainerEnv(gymnasium.Env[str, str]):
         except BaseException:
             self._close_store()
             raise
-        self._standby = _Standby(standby, standby_bytes)
+        self._means = Means(
+            store=self._store,
+            runtime=self.runtime,
+            policy=parsed,
+            standby=standby,
+            standby_bytes=standby_bytes,
+        )
         self._episode: Episode | None = None
         self._telemetry = Telemetry()
         self._lock = threading.RLock()
@@ -131,15 +132,7 @@ class ContainerEnv(gymnasium.Env[str, str]):
                 store=opened,
             )
             env._owns_store = not isinstance(store, Store)
-            env._episode = Episode.resume(
-                episode_id,
-                task,
-                store=opened,
-                runtime=env.runtime,
-                policy=env._policy,
-                standby=standby,
-                standby_bytes=standby_bytes,
-            )
+            env._episode = Episode.resume(episode_id, task, env._means)
             env._telemetry = env._episode.telemetry
         except BaseException:
             if not isinstance(store, Store):
@@ -148,7 +141,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
         return env
 
     # -- Gymnasium
-    # ---------------------------------------------------------------------------------------------
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -162,14 +154,7 @@ class ContainerEnv(gymnasium.Env[str, str]):
             self._require_open()
             super().reset(seed=seed)
             self._end_episode()
-            self._episode = Episode.begin(
-                self.task,
-                store=self._store,
-                runtime=self.runtime,
-                policy=self._policy,
-                standby=self._standby.wanted,
-                standby_bytes=self._standby.max_bytes,
-            )
+            self._episode = Episode.begin(self.task, self._means)
             self._telemetry = self._episode.telemetry
             return self.task.instruction, {}
 
@@ -212,7 +197,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
             self._closed = True
 
     # -- Belayer
-    # -----------------------------------------------------------------------------------------------
 
     @property
     def episode(self) -> Episode:
@@ -245,7 +229,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
             self._require_episode().restore(ref)
 
     # -- async twins
-    # -------------------------------------------------------------------------------------------
 
     def fork(self, n: int) -> list[ContainerEnv]:
         """``n`` independent envs from one instant, now: bare ones, not wrapped, each with its own sandbox,
@@ -303,7 +286,6 @@ class ContainerEnv(gymnasium.Env[str, str]):
             await _in_thread(self.close)
 
     # -- private
-    # -----------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._closed:
@@ -319,9 +301,9 @@ class ContainerEnv(gymnasium.Env[str, str]):
         env = ContainerEnv(
             self.task,
             runtime=self.runtime,
-            policy=self._policy,
-            standby=self._standby.wanted,
-            standby_bytes=self._standby.max_bytes,
+            policy=self._means.policy,
+            standby=self._means.standby,
+            standby_bytes=self._means.standby_bytes,
             store=store,
         )
         env._owns_store = self._owns_store

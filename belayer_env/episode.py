@@ -9,9 +9,11 @@ there, by the ladder of `recovery`, before anything else is run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from belayer_env.checkpoint import CheckpointRef
 from belayer_env.checkpointer import Checkpointer
@@ -35,44 +37,45 @@ from belayer_env.standby import Standby
 from belayer_env.store import Store
 from belayer_env.telemetry import RecoveryRecord, StepRecord, Telemetry
 
-__all__ = ["Episode"]
+__all__ = ["Episode", "Means"]
 
 ACTION_ATTEMPTS = 3
 """How often one action may take its sandbox down before it is the action that is to blame."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What an episode runs on. ``standby``: keep a paused clone; ``standby_bytes`` bounds its memory (None:
+    half of what the host has left)."""
+
+    store: Store
+    runtime: SandboxRuntime
+    policy: CheckpointPolicy
+    standby: bool = False
+    standby_bytes: int | None = None
+
+
 class Episode:
     """Made by `begin`, `resume` or `fork`; `close` is owed. Used by one thread at a time."""
 
-    def __init__(
-        self,
-        episode_id: str,
-        task: Task,
-        *,
-        store: Store,
-        runtime: SandboxRuntime,
-        policy: CheckpointPolicy,
-        ledger: Ledger,
-        standby: bool = False,
-        standby_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, episode_id: str, task: Task, means: Means, ledger: Ledger) -> None:
         self.id = episode_id
         self.task = task
         self.ledger = ledger
         self.telemetry = Telemetry()
         self.terminated = _is_terminated(ledger)
-        self._store = store
-        self._runtime = runtime
-        self._policy = policy
-        self._recovery = Recovery(store, runtime, task, episode_id, on_fault=self._note_fault)
-        self._standby_options = (standby, standby_bytes)
-        self._standby = Standby(self._recovery.restored, max_bytes=standby_bytes) if standby else None
+        self._means = means
+        self._store = means.store
+        self._recovery = Recovery(means.store, means.runtime, task, episode_id, on_fault=self._note_fault)
+        self._standby = (
+            Standby(self._recovery.restored, max_bytes=means.standby_bytes) if means.standby else None
+        )
         self._checkpointer = Checkpointer(
             episode_id,
             task,
-            store=store,
-            runtime=runtime,
-            policy=policy,
+            store=means.store,
+            runtime=means.runtime,
+            policy=means.policy,
             telemetry=self.telemetry,
             on_published=self._prepare_standby,
         )
@@ -81,32 +84,16 @@ class Episode:
         self._burials: list[threading.Thread] = []
 
     @classmethod
-    def begin(
-        cls,
-        task: Task,
-        *,
-        store: Store,
-        runtime: SandboxRuntime,
-        policy: CheckpointPolicy,
-        standby: bool = False,
-        standby_bytes: int | None = None,
-    ) -> Episode:
+    def begin(cls, task: Task, means: Means) -> Episode:
         """A new episode: a fresh sandbox, the task's setup done, a checkpoint if the policy wants one.
 
         Raises:
             SetupError: the image, the host or the setup commands will not do. Nothing is left running.
             Fault: the sandbox did not survive its start."""
-        episode_id = store.begin_episode(task, runtime=runtime.name, policy=str(policy), tier=runtime.tier)
-        episode = cls(
-            episode_id,
-            task,
-            store=store,
-            runtime=runtime,
-            policy=policy,
-            ledger=Ledger(),
-            standby=standby,
-            standby_bytes=standby_bytes,
+        episode_id = means.store.begin_episode(
+            task, runtime=means.runtime.name, policy=str(means.policy), tier=means.runtime.tier
         )
+        episode = cls(episode_id, task, means, Ledger())
         try:
             episode._sandbox = episode._recovery.fresh()
             episode.telemetry.reset_s = episode.telemetry.now_s()
@@ -117,17 +104,7 @@ class Episode:
         return episode
 
     @classmethod
-    def resume(
-        cls,
-        episode_id: str,
-        task: Task,
-        *,
-        store: Store,
-        runtime: SandboxRuntime,
-        policy: CheckpointPolicy,
-        standby: bool = False,
-        standby_bytes: int | None = None,
-    ) -> Episode:
+    def resume(cls, episode_id: str, task: Task, means: Means) -> Episode:
         """Go on with an open episode whose process died: what it left running is swept away, and its last
         consistent state is brought back from checkpoint and ledger. Should that be a shorter prefix, the next
         `step` says so.
@@ -135,22 +112,13 @@ class Episode:
         Raises:
             InvalidInput: it is unknown, closed, of another task, or its owner lives.
             RecoveryFailed: the state cannot be had again."""
-        record = store.claim_episode(episode_id)
+        record = means.store.claim_episode(episode_id)
         if record.task_digest != task.digest:
             raise InvalidInput(f"episode {episode_id} is of another task: give the task it was begun with")
-        for home in store.homes():
+        for home in means.store.homes():
             if home.episode_id == episode_id:
-                runtime.sweep(home.path)
-        episode = cls(
-            episode_id,
-            task,
-            store=store,
-            runtime=runtime,
-            policy=policy,
-            ledger=store.load_ledger(episode_id),
-            standby=standby,
-            standby_bytes=standby_bytes,
-        )
+                means.runtime.sweep(home.path)
+        episode = cls(episode_id, task, means, means.store.load_ledger(episode_id))
         try:
             episode._recover()
         except BaseException:
@@ -269,18 +237,9 @@ class Episode:
         try:
             for _ in range(n):
                 store = open_store() if open_store is not None else self._store
-                episode_id, own_ref = store.fork_episode(ref, policy=str(self._policy))
-                standby, standby_bytes = self._standby_options
-                fork = Episode(
-                    episode_id,
-                    self.task,
-                    store=store,
-                    runtime=self._runtime,
-                    policy=self._policy,
-                    ledger=store.load_ledger(episode_id),
-                    standby=standby,
-                    standby_bytes=standby_bytes,
-                )
+                episode_id, own_ref = store.fork_episode(ref, policy=str(self._means.policy))
+                means = dataclasses.replace(self._means, store=store)
+                fork = Episode(episode_id, self.task, means, store.load_ledger(episode_id))
                 fork._checkpointer.stand_on(own_ref, own_ref.step)
                 forks.append(fork)
             with ThreadPoolExecutor(n, thread_name_prefix="belayer-fork") as pool:

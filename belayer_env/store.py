@@ -163,7 +163,7 @@ class Store:
     # The ledger
 
     def append_step(self, episode_id: str, step: Step) -> None:
-        """Add a step to the episode's ledger. On disk when this returns.
+        """Add a step to the episode's ledger. When this returns, a kill of this process cannot take it back.
 
         Raises:
             InvalidInput: it does not follow the last step, or the episode is unknown or closed."""

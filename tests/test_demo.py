@@ -92,10 +92,10 @@ class TestPlayed:
         assert report["differences"] == []
         assert report["undisturbed"]["faults"] == []
         faults = report["disturbed"]["faults"]
-        assert [(fault["step"], fault["kind"]) for fault in faults] == [
-            (DRILL.after_step + 1, "SandboxGone"),
-            (DRILL.during_step, "SandboxGone"),
-        ]
+        assert [fault["kind"] for fault in faults] == ["SandboxGone", "SandboxGone"]
+        # Between two steps it is met by the checkpoint that follows the one, or by the other.
+        assert faults[0]["step"] in (DRILL.after_step, DRILL.after_step + 1)
+        assert faults[1]["step"] == DRILL.during_step
         assert len(report["disturbed"]["recoveries"]) == 2
         assert report["disturbed"]["pauses_ms"]
         for run in (report["undisturbed"], report["disturbed"]):

@@ -60,9 +60,10 @@ def no_container_left(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     engine: Engine = request.getfixturevalue("runtime").engine
-    before = set(all_containers(engine))
+    directory: Path = request.getfixturevalue("store_dir")
+    before = set(containers_below(engine, directory))
     yield
-    assert set(all_containers(engine)) <= before
+    assert set(containers_below(engine, directory)) <= before
 
 
 @pytest.fixture
@@ -72,11 +73,12 @@ def full(runtime: DockerRuntime, sandboxes: Sandboxes) -> Sandboxes:
     return sandboxes
 
 
-def all_containers(engine: Engine) -> list[str]:
+def containers_below(engine: Engine, directory: Path) -> list[str]:
+    """Homes of the containers of this session: others may be using the same Engine."""
     with engine.client("listing") as client:
-        return [
-            str(found.id) for found in client.containers.list(all=True, filters={"label": "belayer.sandbox"})
-        ]
+        found = client.containers.list(all=True, filters={"label": "belayer.home"}, ignore_removed=True)
+        homes = [str(container.labels["belayer.home"]) for container in found]
+    return [home for home in homes if home.startswith(f"{directory}/")]
 
 
 def docker_cli(runtime: DockerRuntime, sandbox: Sandbox, verb: str) -> None:
@@ -520,7 +522,7 @@ class TestEngine:
                 assert again.run("echo $V").output == "7\n"
                 again.destroy()
                 sandbox.destroy()
-                assert all_containers(runtime.engine) == []
+                assert containers_below(runtime.engine, store_dir) == []
 
     @pytest.mark.slow
     def test_an_engine_that_stays_away_is_a_fault_and_the_home_waits_for_a_sweep(
@@ -551,7 +553,7 @@ class TestEngine:
                 engine.start()
                 for left in sandboxes.homes_left():
                     runtime.sweep(left)
-                assert all_containers(runtime.engine) == []
+                assert containers_below(runtime.engine, store_dir) == []
                 assert not sandboxes.homes_left()
 
 

@@ -141,4 +141,4 @@ def _help(*command: str) -> str:
 
 def _without_chance(text: str) -> str:
     """Less what no two runs have in common: a checkpoint's name, and how long something took."""
-    return re.sub(r"total_s=[\d.]+", "total_s=N", re.sub(r"ck-\w+", "ck-ID", text))
+    return re.sub(r"(total_s|started_s)=[\d.]+", r"\1=N", re.sub(r"ck-\w+", "ck-ID", text))

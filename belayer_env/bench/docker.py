@@ -19,8 +19,6 @@ from belayer_env.host.command import which
 
 __all__ = ["Docker"]
 
-OPTIONS = ("--network", "none", "--label", "belayer-bench")
-
 
 class Docker:
     """Containers of the Engine that answers here; see `belayer setup --docker`."""
@@ -31,11 +29,14 @@ class Docker:
         """``root``: the root file system, a directory."""
         self.version = ""
         self._root = root
-        self._image = f"belayer-bench:{secrets.token_hex(4)}"
+        token = secrets.token_hex(4)
+        self._image = f"belayer-bench:{token}"
+        self._label = f"belayer-bench={token}"
+        self._options = ("--network", "none", "--label", self._label)
         self._env = dict(os.environ)
         self._home = Path()
         self._engine_root = Path()
-        self._first = self._second = ""
+        self._first = ""
         self._upper = Path()
         self._count = 0
 
@@ -61,7 +62,7 @@ class Docker:
             self._engine_root = Path(self._words("info", "--format", "{{.DockerRootDir}}"))
             with packed(self._root) as archive:
                 timed(["docker", "import", "-", self._image], env=self._env, stdin=archive)
-            self._first = self._words("run", "-d", *OPTIONS, self._image, "sh", "-c", INIT)
+            self._first = self._words("run", "-d", *self._options, self._image, "sh", "-c", INIT)
             self._upper = self._upper_of(self._first)
             self._timed("exec", self._first, "true")
             self.round()  # a CRIU that the Engine cannot use shows here
@@ -87,11 +88,10 @@ class Docker:
         """See `Contender.close`."""
         if self._home == Path():
             return
-        for container in (self._first, self._second):
-            if container:
-                with contextlib.suppress(PeerFailed, OSError):
-                    self._timed("rm", "-f", "-v", container)
-        self._first = self._second = ""
+        with contextlib.suppress(PeerFailed, OSError):
+            # By label: an interrupted `docker create` has told nobody the name of what it made.
+            for container in self._words("ps", "-aq", "--filter", f"label={self._label}").split():
+                self._timed("rm", "-f", "-v", container)
         with contextlib.suppress(PeerFailed, OSError):
             self._timed("rmi", "-f", self._image)
         shutil.rmtree(self._home, ignore_errors=True)
@@ -101,19 +101,18 @@ class Docker:
         """Into a new container, the one way there is: layer and images put where the Engine looks."""
         images = self._engine_root / "containers" / self._first / "checkpoints" / name
         started = time.monotonic()
-        self._second = self._words("create", *OPTIONS, self._image, "sh", "-c", INIT)
+        second = self._words("create", *self._options, self._image, "sh", "-c", INIT)
         try:
-            place = self._engine_root / "containers" / self._second / "checkpoints"
+            place = self._engine_root / "containers" / second / "checkpoints"
             place.mkdir(parents=True, exist_ok=True)
-            timed(["cp", "-a", f"{saved}/.", str(self._upper_of(self._second))], env=self._env)
+            timed(["cp", "-a", f"{saved}/.", str(self._upper_of(second))], env=self._env)
             timed(["cp", "-a", str(images), str(place)], env=self._env)
-            self._timed("start", "--checkpoint", name, self._second)
-            self._timed("exec", self._second, "true")
+            self._timed("start", "--checkpoint", name, second)
+            self._timed("exec", second, "true")
             return time.monotonic() - started
         finally:
             with contextlib.suppress(PeerFailed):
-                self._timed("rm", "-f", "-v", self._second)
-                self._second = ""
+                self._timed("rm", "-f", "-v", second)
 
     def _upper_of(self, container: str) -> Path:
         layers = json.loads(self._words("inspect", "--format", "{{json .GraphDriver.Data}}", container))

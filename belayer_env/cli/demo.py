@@ -135,7 +135,7 @@ def _figures(outcome: Outcome) -> dict[str, str]:
         "recoveries": recoveries or "none",
         "steps replayed": str(sum(record.num_replayed for record in telemetry.recoveries)),
         "checkpoints": str(len(pauses)),
-        "checkpoint pause": f"median {statistics.median(pauses):.0f} ms, max {max(pauses):.0f} ms"
+        "checkpoint pause": f"median {statistics.median(pauses):.0f}, max {max(pauses):.0f} ms"
         if pauses
         else "none",
         "whole run": f"{outcome.wall_s:.1f} s",

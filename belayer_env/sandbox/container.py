@@ -86,7 +86,6 @@ class Container:
         return self._channel
 
     # -- what the shell channel asks (ChannelPeer)
-    # -------------------------------------------------------------
 
     def init_pidfd(self) -> int:
         """See `ChannelPeer.init_pidfd`."""
@@ -111,7 +110,6 @@ class Container:
         return read_procs(self.cgroup.pids())
 
     # -- Sandbox
-    # -----------------------------------------------------------------------------------------------
 
     def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
         """See `Sandbox.run`."""
@@ -265,7 +263,6 @@ class Container:
                 self._pidfd = -1
 
     # -- private
-    # -----------------------------------------------------------------------------------------------
 
     def _note_oom_kills(self) -> None:
         # A cgroup that is gone counts none.

@@ -200,7 +200,6 @@ class DockerSandbox:
         return self._runtime.tier
 
     # -- Sandbox
-    # -----------------------------------------------------------------------------------------------
 
     def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
         """See `Sandbox.run`."""
@@ -276,7 +275,6 @@ class DockerSandbox:
             shutil.rmtree(self.home, ignore_errors=True)
 
     # -- start and restore
-    # -------------------------------------------------------------------------------------
 
     def _make(self, late_fifos: tuple[str, ...] | list[str], state: bytes, *, etc: Path | None) -> None:
         """A container that is not started yet, and the host's side of its channel."""
@@ -379,7 +377,6 @@ class DockerSandbox:
         self._container.attach(int(state["Pid"]))
 
     # -- checkpoint
-    # --------------------------------------------------------------------------------------------
 
     def _dump(self, into: Path, bundle: Path, allow: tuple[str, ...]) -> None:
         assert self._runtime.criu is not None
@@ -409,7 +406,6 @@ class DockerSandbox:
             copy_tree(self.home / "etc", layer / "etc")
 
     # -- private
-    # -----------------------------------------------------------------------------------------------
 
     def _engine_saw_oom(self) -> bool:
         try:

@@ -8,7 +8,7 @@ import queue
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +149,9 @@ class Engine:
         """Ids of the containers that have all these labels (with "_" for "."), running or not."""
         wanted = [f"{name.replace('_', '.')}={value}" for name, value in labels.items()]
         with self.client("looking for sandboxes") as client:
-            return [str(found.id) for found in client.containers.list(all=True, filters={"label": wanted})]
-
-    def call(self, doing: str, act: Callable[[docker.DockerClient], Any]) -> Any:
-        """``act`` with a client; see `client`."""
-        with self.client(doing) as client:
-            return act(client)
+            # The list inspects each one, and one may go meanwhile.
+            listed = client.containers.list(all=True, filters={"label": wanted}, ignore_removed=True)
+            return [str(found.id) for found in listed]
 
     def _ping(self) -> None:
         with self.client("waiting for the Engine") as client:

@@ -164,7 +164,6 @@ class RuncSandbox:
         return self._runtime.tier
 
     # -- Sandbox
-    # -----------------------------------------------------------------------------------------------
 
     def run(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
         """See `Sandbox.run`."""
@@ -230,7 +229,6 @@ class RuncSandbox:
         shutil.rmtree(self.home, ignore_errors=True)
 
     # -- start and restore
-    # -------------------------------------------------------------------------------------
 
     def _mount(self, late_fifos: tuple[str, ...] | list[str], state: bytes) -> None:
         for name in ("ch", "rootfs", "empty", "runc", "criu"):
@@ -308,7 +306,6 @@ class RuncSandbox:
             raise RuntimeFailed(f"runc {args[0]} failed: {words or f'exit status {code}'}")
 
     # -- checkpoint
-    # --------------------------------------------------------------------------------------------
 
     def _dump(self, into: Path, previous: Path | None) -> None:
         assert self._runtime.criu is not None

@@ -228,7 +228,6 @@ class ShellChannel:
         LATE_OUTPUT.forget(self._dir)
 
     # -- one run
-    # -----------------------------------------------------------------------------------------------
 
     def _follow(self, run: _Run, grace_s: float) -> None:
         """Carry a run to its end: reads what comes, acts on each message, ends the command at its
@@ -377,7 +376,6 @@ class ShellChannel:
             _write(self._dir / "state.new", b"", self._owner, 0o666)
 
     # -- messages
-    # ----------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         """Take in what happened since the last command (a background job may have killed the shell)."""
