@@ -36,6 +36,7 @@ from belayer_env.spec import ExecResult, Task
 from belayer_env.standby import Standby
 from belayer_env.store import Store
 from belayer_env.telemetry import RecoveryRecord, StepRecord, Telemetry
+from belayer_env.timelines import Recorder
 
 __all__ = ["Episode", "Means"]
 
@@ -79,6 +80,7 @@ class Episode:
             telemetry=self.telemetry,
             on_published=self._prepare_standby,
         )
+        self._recorder = Recorder(means.store.timelines, episode_id, self.telemetry)
         self._sandbox: Sandbox | None = None
         self._untold: Rollback | None = None
         self._burials: list[threading.Thread] = []
@@ -152,6 +154,7 @@ class Episode:
         waited_s = self._close_bubble()
         outcome = self._run_through(action)
         if isinstance(outcome, Rollback):
+            self._recorder.look()
             return outcome
         try:
             self._store.append_step(self.id, outcome)
@@ -171,6 +174,7 @@ class Episode:
             )
         )
         self._open_bubble()
+        self._recorder.look()
         return outcome
 
     def checkpoint(self, *, pinned: bool = True) -> CheckpointRef:
@@ -270,6 +274,7 @@ class Episode:
     def close(self) -> None:
         """End it: the sandbox, its checkpoints and its ledger go. Idempotent, never raises."""
         self._suspend()
+        self._recorder.close()
         with contextlib.suppress(Exception):
             self._store.end_episode(self.id)
 

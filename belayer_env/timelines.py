@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,14 @@ from belayer_env.disk import disk_errors
 from belayer_env.errors import InvalidInput
 from belayer_env.telemetry import Telemetry
 
-__all__ = ["MOST_KEPT", "Timeline", "Timelines"]
+__all__ = ["MOST_KEPT", "Recorder", "Timeline", "Timelines"]
 
 MOST_KEPT = 50
 """The newest so many stay. One takes about 0.5 kB a step."""
+
+FIRST_WRITE_STEPS = 8
+GROWTH = 4
+"""Written again once an episode has grown by a quarter: so a step costs the same however long it gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,3 +96,44 @@ class Timelines:
     def _drop_oldest(self) -> None:
         for path in self._by_age()[:-MOST_KEPT]:
             path.unlink(missing_ok=True)
+
+
+class Recorder:
+    """Keeps one episode's telemetry as it grows, in a thread that no step waits for. `close` is owed; used by
+    one thread at a time."""
+
+    def __init__(self, timelines: Timelines, episode_id: str, telemetry: Telemetry) -> None:
+        self._timelines = timelines
+        self._episode_id = episode_id
+        self._telemetry = telemetry
+        self._due_at_step = FIRST_WRITE_STEPS
+        self._num_faults = 0
+        self._writing: threading.Thread | None = None
+        self._is_closed = False
+
+    def look(self) -> None:
+        """A step has ended: write in the background if there was a fault, or enough has been done. Never
+        raises."""
+        num_steps, num_faults = len(self._telemetry.steps), len(self._telemetry.faults)
+        if num_steps < self._due_at_step and num_faults == self._num_faults:
+            return
+        if self._writing is not None and self._writing.is_alive():
+            return
+        self._due_at_step = num_steps + max(FIRST_WRITE_STEPS, num_steps // GROWTH)
+        self._num_faults = num_faults
+        self._writing = threading.Thread(
+            target=self._write, name=f"belayer-timeline-{self._episode_id}", daemon=True
+        )
+        self._writing.start()
+
+    def close(self) -> None:
+        """Write it a last time, if anything happened at all. Idempotent, never raises."""
+        if self._writing is not None:
+            self._writing.join()
+        if not self._is_closed and (self._telemetry.steps or self._telemetry.faults):
+            self._write(is_closed=True)
+        self._is_closed = True
+
+    def _write(self, *, is_closed: bool = False) -> None:
+        with contextlib.suppress(Exception):  # a full disk must not end an episode over its picture
+            self._timelines.keep(self._episode_id, self._telemetry, is_closed=is_closed)
