@@ -98,7 +98,20 @@ class Checkpointer:
         if self._bubbles_to_skip > 0:
             self._bubbles_to_skip -= 1
             return
-        moment = self._moment(ledger, sandbox)
+        self._consider(sandbox, ledger)
+
+    def hint(self, seconds: float, sandbox: Sandbox | None, ledger: Ledger) -> None:
+        """The bubble that is open will last so many seconds from now: the decision is made again.
+
+        Raises:
+            InvalidInput: not a finite number of seconds, 0 or more."""
+        self.bubbles.hint(seconds)
+        if self._opened_s is not None and self._weighs_facts and sandbox is not None:
+            self._consider(sandbox, ledger)
+
+    def _consider(self, sandbox: Sandbox, ledger: Ledger) -> None:
+        """Ask the policy; what it wants to weigh is gathered in the background."""
+        moment = self._moment(ledger)
         decision = None
         if not self._weighs_facts:
             decision = self._policy.decide(moment)
@@ -108,7 +121,7 @@ class Checkpointer:
         previous, self._free = self._worker, threading.Event()
         self._worker = threading.Thread(
             target=self._work,
-            args=(sandbox, moment, decision, previous, self._free, self._wanted),
+            args=(sandbox, ledger, moment, decision, previous, self._free, self._wanted),
             name=f"belayer-checkpoint-{self._episode_id}",
             daemon=True,
         )
@@ -127,7 +140,6 @@ class Checkpointer:
 
     def settle(self) -> None:
         """Wait for what is being published, too."""
-        self._wanted.set()
         if self._worker is not None:
             self._worker.join()
 
@@ -140,8 +152,7 @@ class Checkpointer:
             Fault: see `Sandbox.save` and `Store.publish`; ``sandbox_lost`` says whether the sandbox is
             usable."""
         self.settle()
-        fingerprint = sandbox.fingerprint() if self._weighs_facts else None
-        return self._save_and_publish(sandbox, step, fingerprint, pinned=pinned, free=threading.Event())
+        return self._save_and_publish(sandbox, step, pinned=pinned, free=threading.Event())
 
     def stand_on(self, ref: CheckpointRef | None, step: int) -> None:
         """The sandbox has just been restored from this checkpoint (None: is fresh), which is the state of
@@ -180,7 +191,7 @@ class Checkpointer:
         rate.observe(faults=len(self._telemetry.faults), seconds=self._telemetry.now_s())
         return rate.per_s
 
-    def _moment(self, ledger: Ledger, sandbox: Sandbox) -> Moment:
+    def _moment(self, ledger: Ledger) -> Moment:
         last_step = self.foothold.step if self.foothold is not None else None
         at_risk_s = sum(step.cost_s for step in ledger.since(min(last_step or 0, len(ledger))))
         return Moment(
@@ -194,6 +205,7 @@ class Checkpointer:
     def _work(
         self,
         sandbox: Sandbox,
+        ledger: Ledger,
         moment: Moment,
         decision: Decision | None,
         previous: threading.Thread | None,
@@ -204,9 +216,9 @@ class Checkpointer:
         try:
             if previous is not None:
                 previous.join()
-            fingerprint = None
             if decision is None:
-                moment, fingerprint = self._with_facts(moment, sandbox)
+                # Anew: the previous worker may just have taken the checkpoint that this one would.
+                moment = self._with_facts(self._moment(ledger), sandbox)
                 decision = self._policy.decide(moment)
                 if moment.is_unchanged and self.foothold is not None:
                     self._store.cover(self.foothold.ref.id, moment.step)
@@ -217,7 +229,7 @@ class Checkpointer:
                     )
                 self._note_decision(moment.step, decision)
             if decision.checkpoint:
-                self._checkpoint_by_turn(sandbox, moment, decision, fingerprint, free, wanted)
+                self._checkpoint_by_turn(sandbox, moment, decision, free, wanted)
         except (CheckpointRefused, StoreFull):
             # Whatever refuses now (a debugger, a full disk) is likely to refuse in the next bubble too.
             self._refusals += 1
@@ -227,19 +239,14 @@ class Checkpointer:
         finally:
             free.set()
 
-    def _with_facts(self, moment: Moment, sandbox: Sandbox) -> tuple[Moment, str | None]:
-        fingerprint = sandbox.fingerprint()
-        size_bytes = sandbox.memory_bytes()
-        return (
-            dataclasses.replace(
-                moment,
-                is_unchanged=None
-                if fingerprint is None or self._reference is None
-                else fingerprint == self._reference,
-                predicted_bubble_s=self.bubbles.predict(getattr(self._policy, "quantile", 0.25)),
-                predicted_cost_s=self._costs.predict(size_bytes),
-            ),
-            fingerprint,
+    def _with_facts(self, moment: Moment, sandbox: Sandbox) -> Moment:
+        """What a policy may weigh, gathered in the bubble: some milliseconds."""
+        now = sandbox.fingerprint() if self._reference is not None else None
+        return dataclasses.replace(
+            moment,
+            is_unchanged=None if now is None else now == self._reference,
+            predicted_bubble_s=self.bubbles.predict(getattr(self._policy, "quantile", 0.25)),
+            predicted_cost_s=self._costs.predict(sandbox.memory_bytes()),
         )
 
     def _checkpoint_by_turn(
@@ -247,7 +254,6 @@ class Checkpointer:
         sandbox: Sandbox,
         moment: Moment,
         decision: Decision,
-        fingerprint: str | None,
         free: threading.Event,
         wanted: threading.Event,
     ) -> None:
@@ -260,12 +266,12 @@ class Checkpointer:
             self._note_decision(moment.step, skipped)
             return
         with slot or contextlib.nullcontext():
-            self._save_and_publish(sandbox, moment.step, fingerprint, pinned=False, free=free)
+            self._save_and_publish(sandbox, moment.step, pinned=False, free=free)
         self._refusals = 0
         self._store.prune(self._episode_id, KEPT_CHECKPOINTS)
 
     def _save_and_publish(
-        self, sandbox: Sandbox, step: int, fingerprint: str | None, *, pinned: bool, free: threading.Event
+        self, sandbox: Sandbox, step: int, *, pinned: bool, free: threading.Event
     ) -> CheckpointRef:
         started_s = self._telemetry.now_s()
         saved: Saved | None = None
@@ -275,7 +281,7 @@ class Checkpointer:
         try:
             try:
                 previous = self._store.directory_of(self.foothold.ref) if self.foothold else None
-                saved = sandbox.save(staging, previous=previous)
+                saved = sandbox.save(staging, previous=previous, with_fingerprint=self._weighs_facts)
             finally:
                 held_s = self._telemetry.now_s() - started_s
                 hidden = not self._is_awaited
@@ -303,7 +309,7 @@ class Checkpointer:
         self._costs.observe(size_bytes, held_s)
         self._new_costs.append((size_bytes, held_s))
         self.foothold = Foothold(ref, step)
-        self._reference = fingerprint
+        self._reference = saved.fingerprint
         self._note(step, ref.id, saved, started_s, held_s, hidden=hidden, size_bytes=ref.size_bytes)
         self._on_published(ref)
         return ref

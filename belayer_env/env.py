@@ -251,8 +251,8 @@ class ContainerEnv(gymnasium.Env[str, str]):
             return [self._forked(episode, store) for episode, store in zip(episodes, stores, strict=True)]
 
     def hint_bubble(self, seconds: float) -> None:
-        """Tell the adaptive policy how long the wait until the next action will be, as a rollout client knows
-        it.
+        """Tell the adaptive policy, between two steps, how many seconds it will take from now until the next
+        action: a rollout client knows that better than the past does.
 
         Raises:
             InvalidInput: not a finite number of seconds, 0 or more."""

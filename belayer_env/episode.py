@@ -260,9 +260,11 @@ class Episode:
         return forks
 
     def hint_bubble(self, seconds: float) -> None:
-        """What a rollout client knows of the wait that is coming or under way: seconds until the next
-        action."""
-        self._checkpointer.bubbles.hint(seconds)
+        """What a rollout client knows of the wait under way: seconds from now until the next action.
+
+        Raises:
+            InvalidInput: not a finite number of seconds, 0 or more."""
+        self._checkpointer.hint(seconds, self._sandbox, self.ledger)
 
     def settle(self) -> None:
         """Wait until what runs in the background (a checkpoint being published, a standby being made, a lost

@@ -475,9 +475,9 @@ def test_the_sandbox_is_lost_while_the_policy_checkpoints(make: Callable[..., Co
     kind = env.episode.sandbox.__class__
     original = kind.save
 
-    def dying(sandbox: Sandbox, into: Path, *, previous: Path | None = None) -> object:
+    def dying(sandbox: Sandbox, into: Path, **options: object) -> object:
         sandbox.kill()
-        return original(sandbox, into, previous=previous)
+        return original(sandbox, into)
 
     patch.setattr(kind, "save", dying)
     env.step("V=2")
@@ -610,6 +610,47 @@ def test_many_episodes_with_faults_leave_nothing(runtime_name: str, store: Path,
 
 def _num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_adaptive_checkpoints_in_a_bubble_that_hides_it_and_moves_it_up_when_nothing_changed(
+    make: Callable[..., ContainerEnv],
+) -> None:
+    env = make("adaptive")
+    env.reset()
+    env.step("echo a >/root/f; V=1")  # nothing is known of bubbles yet, and nothing is at risk
+    env.episode.settle()
+    assert not env.telemetry.checkpoints
+    env.step("echo b >>/root/f; V=2")
+    env.hint_bubble(30.0)
+    _await(lambda: len(env.telemetry.checkpoints) == 1)
+    for _ in range(2):
+        env.step("cat /root/f; ls /")
+        env.hint_bubble(30.0)
+        _await(lambda: env.telemetry.decisions[-1].step == len(env.episode.ledger))
+    assert len(env.telemetry.checkpoints) == 1
+    assert "moved up" in env.telemetry.decisions[-1].reason
+    env.episode.sandbox.kill()
+    assert env.step("cat /root/f; echo $V")[0] == "a\nb\n2\n"
+    recovery = env.telemetry.recoveries[-1]
+    assert recovery.rung.startswith("restore ")
+    assert recovery.num_replayed == 0
+    # A step whose effects are cut is covered no more.
+    assert len(env.episode.ledger) == 5
+
+
+def _await(condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_hint_is_a_number_of_seconds(make: Callable[..., ContainerEnv]) -> None:
+    env = make("adaptive")
+    env.reset()
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidInput):
+            env.hint_bubble(wrong)
 
 
 def test_a_ledger_that_cannot_be_written_leaves_no_untold_effects(

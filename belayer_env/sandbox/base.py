@@ -25,11 +25,14 @@ class ProcessInfo:
 class Saved:
     """What ``Sandbox.save`` wrote into a directory, and what it cost.
 
-    ``meta`` is plain JSON data that ``SandboxRuntime.restore`` needs again. ``pause_s`` is freeze to thaw."""
+    ``meta`` is plain JSON data that ``SandboxRuntime.restore`` needs again. ``pause_s`` is freeze to thaw.
+    ``fingerprint``: what `Sandbox.fingerprint` says as long as nothing has changed since; None if that cannot
+    be told, or was not asked for."""
 
     tier: Tier
     pause_s: float
     meta: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
 
 
 class Sandbox(Protocol):
@@ -59,7 +62,7 @@ class Sandbox(Protocol):
             InvalidInput: the command holds a NUL byte or is no text; nothing ran.
             Fault: as above; ``begun`` says whether the command may have had effects."""
 
-    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
+    def save(self, into: Path, *, previous: Path | None = None, with_fingerprint: bool = False) -> Saved:
         """Write processes and files of one instant into the directory ``into`` (made by this call).
         ``previous``, an earlier checkpoint's directory, may save copying what has not changed since.
 
@@ -77,8 +80,8 @@ class Sandbox(Protocol):
         """Whether its shell answers, within some seconds. Never raises."""
 
     def fingerprint(self) -> str | None:
-        """The state of files, processes and shell in one word: equal ones mean that nothing has changed. None
-        where that cannot be told cheaply. Never raises."""
+        """The state of files, processes and shell in one word, to be compared within this sandbox's life:
+        equal ones mean that nothing has changed. None where that cannot be told cheaply. Never raises."""
 
     def memory_bytes(self) -> int:
         """What its processes hold in memory of their own (anonymous pages) now. Never raises."""

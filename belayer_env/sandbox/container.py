@@ -23,7 +23,7 @@ from belayer_env.errors import (
     SandboxGone,
     SandboxOOM,
 )
-from belayer_env.sandbox import criu
+from belayer_env.sandbox import changes, criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
 from belayer_env.sandbox.procs import ProcStat, read_procs
@@ -43,12 +43,19 @@ class Container:
     """The processes of one sandbox: what both runtimes do alike once the container runs. `close` is owed.
 
     A runtime opens the channel before the processes run, and calls `attach` as soon as init's pid is known.
-    ``was_oom`` is asked about a death when the cgroup, and with it the kernel's count, is gone already."""
+    ``upper`` gives the upper directory of its overlay, once that is known. ``was_oom`` is asked about a death
+    when the cgroup, and with it the kernel's count, is gone already."""
 
     def __init__(
-        self, spec: SandboxSpec, cgroup: Cgroup, *, was_oom: Callable[[], bool] = lambda: False
+        self,
+        spec: SandboxSpec,
+        cgroup: Cgroup,
+        *,
+        upper: Callable[[], Path],
+        was_oom: Callable[[], bool] = lambda: False,
     ) -> None:
         self.spec = spec
+        self._upper = upper
         self.cgroup = cgroup
         self.pid = 0
         self._channel: ShellChannel | None = None
@@ -150,6 +157,7 @@ class Container:
         discard: Callable[[Path], None],
         settle: Callable[[], None],
         meta: Mapping[str, Any],
+        with_fingerprint: bool = False,
     ) -> Saved:
         """The frame of `Sandbox.save`: ``settle``, freeze, ``write`` what the sandbox is into ``into``, thaw,
         and prove that it answers. After any error ``discard(into / "layer")`` is called and ``into`` is gone.
@@ -176,6 +184,7 @@ class Container:
             if tier is Tier.FULL:
                 self._refuse_traced()
             settle()
+            before = self._look() if with_fingerprint else None
             pause_s = self._frozen(write_all)
             self._prove_alive(channel)
         except BaseException as error:
@@ -185,7 +194,10 @@ class Container:
             if isinstance(error, Fault) and self._lost is None and self._has_died(_DYING_S):
                 raise self.death(begun=False) from error
             raise
-        return Saved(tier=tier, pause_s=pause_s, meta={"tier": tier, **instant, **meta})
+        fingerprint = changes.baseline(before, self._look()) if before is not None else None
+        return Saved(
+            tier=tier, pause_s=pause_s, meta={"tier": tier, **instant, **meta}, fingerprint=fingerprint
+        )
 
     def processes(self) -> list[ProcessInfo]:
         """See `Sandbox.processes`."""
@@ -206,6 +218,11 @@ class Container:
         except OSError:
             return False
         return not _is_zombie(self.pid)
+
+    def fingerprint(self) -> str | None:
+        """See `Sandbox.fingerprint`."""
+        facts = self._look()
+        return changes.digest(facts) if facts is not None else None
 
     def answers(self) -> bool:
         """See `Sandbox.answers`."""
@@ -267,6 +284,15 @@ class Container:
     def _note_oom_kills(self) -> None:
         # A cgroup that is gone counts none.
         self._oom_kills = max(self._oom_kills, self.cgroup.oom_kills())
+
+    def _look(self) -> changes.SandboxFacts | None:
+        if self._channel is None or self._lost is not None:
+            return None
+        try:
+            state, upper = self._channel.shell_state(), self._upper()
+        except (OSError, BelayerError):
+            return None
+        return changes.observe(init_pid=self.pid, pids=self.cgroup.pids(), upper=upper, shell_state=state)
 
     def _has_died(self, wait_s: float) -> bool:
         return _is_readable(self._pidfd, wait_s)

@@ -192,7 +192,7 @@ class DockerSandbox:
         self._upper = Path()
         self._merged = Path()
         self._container_id = ""
-        self._container = Container(spec, Cgroup({}), was_oom=self._engine_saw_oom)
+        self._container = Container(spec, Cgroup({}), upper=lambda: self._upper, was_oom=self._engine_saw_oom)
 
     @property
     def tier(self) -> Tier:
@@ -205,7 +205,7 @@ class DockerSandbox:
         """See `Sandbox.run`."""
         return self._container.run(command, timeout_s=timeout_s)
 
-    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
+    def save(self, into: Path, *, previous: Path | None = None, with_fingerprint: bool = False) -> Saved:
         """See `Sandbox.save`. The files are copied each time: they come from the Engine's file system."""
         self._container.require()
         full, allow = self.tier is Tier.FULL, runc_restores()
@@ -224,6 +224,7 @@ class DockerSandbox:
                 "bundles": str(bundle.parent),
                 "criu_options": list(allow),
             },
+            with_fingerprint=with_fingerprint,
         )
 
     def processes(self) -> list[ProcessInfo]:
@@ -236,7 +237,7 @@ class DockerSandbox:
 
     def fingerprint(self) -> str | None:
         """See `Sandbox.fingerprint`."""
-        return None
+        return self._container.fingerprint()
 
     def memory_bytes(self) -> int:
         """See `Sandbox.memory_bytes`."""

@@ -155,7 +155,9 @@ class RuncSandbox:
         self._runtime = runtime
         self._image = image
         self._owner = _UNMAPPED_ID if runtime.user_namespace else 0
-        self._container = Container(spec, Cgroup.find(_cgroup_name(self.id)))
+        self._container = Container(
+            spec, Cgroup.find(_cgroup_name(self.id)), upper=lambda: home / "layer" / "upper"
+        )
         self._config: dict[str, Any] = {}
 
     @property
@@ -169,7 +171,7 @@ class RuncSandbox:
         """See `Sandbox.run`."""
         return self._container.run(command, timeout_s=timeout_s)
 
-    def save(self, into: Path, *, previous: Path | None = None) -> Saved:
+    def save(self, into: Path, *, previous: Path | None = None, with_fingerprint: bool = False) -> Saved:
         """See `Sandbox.save`."""
         layers, full = self._runtime.layers, self.tier is Tier.FULL
         return self._container.save(
@@ -179,6 +181,7 @@ class RuncSandbox:
             discard=layers.drop,
             settle=lambda: layers.settle(self.home / "layer"),
             meta={"image_digest": self.image_digest, "criu_version": self._runtime.criu_version},
+            with_fingerprint=with_fingerprint,
         )
 
     def processes(self) -> list[ProcessInfo]:
@@ -191,7 +194,7 @@ class RuncSandbox:
 
     def fingerprint(self) -> str | None:
         """See `Sandbox.fingerprint`."""
-        return None
+        return self._container.fingerprint()
 
     def memory_bytes(self) -> int:
         """See `Sandbox.memory_bytes`."""
