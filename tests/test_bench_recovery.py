@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from belayer_env.bench import overhead
 from belayer_env.bench.machine import Machine
 from belayer_env.bench.overhead import Arm, Span, TimedStep, decision_kind, overhead_of, wait_s
 from belayer_env.bench.recovery import Comeback, Comebacks, Forked
+from belayer_env.bench.recovery_plot import draw_recoveries, waits_back
 from belayer_env.bench.report import Target
 from belayer_env.bench.swe import ACTIONS, long_episode
 from belayer_env.cli.bench_recovery import summarise
@@ -161,6 +163,30 @@ def test_the_episode_has_twenty_actions() -> None:
     assert len(ACTIONS) == 20
 
 
+def test_the_picture_has_a_bar_for_each_way_back_and_lanes_for_each_policy(tmp_path: Path) -> None:
+    assert waits_back(comebacks()) == {
+        "fresh container + replay": 30.1,
+        "restore of the newest checkpoint": pytest.approx(0.21),
+        "standby swap": 0.01,
+        "fork(8), all of them": 0.84,
+    }
+    found, path = arms(), tmp_path / "out.png"
+    draw_recoveries(comebacks(), {}, path)
+    without = _pixels(path)
+    for arm in found.values():
+        arm.drilled = arm.telemetries[0]
+    draw_recoveries(comebacks(), found, path)
+    assert without[0] == _pixels(path)[0] == 1600
+    assert without[1] < _pixels(path)[1]
+
+
+def _pixels(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
 @pytest.mark.criu
 def test_a_tiny_run_for_real(store_dir: Path) -> None:
     store = store_dir / "bench-recovery"
@@ -180,7 +206,11 @@ def test_a_tiny_run_for_real(store_dir: Path) -> None:
     ]
     command = [sys.executable, "-c", "from belayer_env.cli.main import main; main()", "bench", *words]
     done = subprocess.run(
-        [*command, "--store", str(store)], capture_output=True, text=True, check=False, timeout=110
+        [*command, "--store", str(store), "--plot", str(store_dir / "out.png")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -190,4 +220,6 @@ def test_a_tiny_run_for_real(store_dir: Path) -> None:
     assert names <= report["ratios"].keys()
     assert report["checks"].keys() == names | {"standby_swap_ms"}
     assert {"standby_swap_ms", "overhead_adaptive_pct", "overhead_every_step_pct"} <= report["medians"].keys()
+    assert _pixels(store_dir / "out.png")[0] == 1600
+    (store_dir / "out.png").unlink()
     assert not [*(store / "sandboxes").iterdir(), *(store / "checkpoints").iterdir()]

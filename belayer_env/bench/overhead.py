@@ -13,6 +13,7 @@ nobody else's."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 import statistics
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 POLICIES = ("never", "adaptive", "every-step")
+
+KILLED_ACTION = "git status --short"
 
 TARGETS = {"overhead_adaptive_pct": Target(at_most=1.0)}
 
@@ -99,13 +102,15 @@ class TimedStep:
 
 @dataclass(slots=True)
 class Arm:
-    """One policy's envs. ``wait_s``: all they waited for the model, added up."""
+    """One policy's envs. ``wait_s``: all they waited for the model, added up. ``drilled``: the first one's
+    telemetry with a kill after its last step, which is in no figure."""
 
     policy: str
     num_envs: int = 0
     wait_s: float = 0.0
     steps: list[TimedStep] = field(default_factory=list)
     telemetries: list[Telemetry] = field(default_factory=list)
+    drilled: Telemetry | None = None
 
     @property
     def checkpoints(self) -> list[CheckpointRecord]:
@@ -192,7 +197,17 @@ def race(
                 raise RuntimeFailed(f"a fault in the bench without faults: {env.telemetry.faults[0]}")
             arm.steps += timed
             arm.wait_s += slept_s
-            arm.telemetries.append(env.telemetry)
+            told = env.telemetry
+            arm.telemetries.append(
+                dataclasses.replace(told, checkpoints=[*told.checkpoints], decisions=[*told.decisions])
+            )
+        report("one kill for each policy")
+        for (number, _, arm), env in zip(runners, opened, strict=True):
+            if number == 0:
+                env.episode.sandbox.kill()
+                env.step(KILLED_ACTION)
+                env.episode.settle()
+                arm.drilled = env.telemetry
     return arms
 
 

@@ -18,7 +18,6 @@ from belayer_env.checkpoint import CheckpointRef
 from belayer_env.env import ContainerEnv
 from belayer_env.errors import RuntimeFailed
 from belayer_env.store import Store
-from belayer_env.telemetry import Telemetry
 
 __all__ = ["FORKS", "NOTES", "TARGETS", "Comeback", "Comebacks", "Forked", "figures", "measure"]
 
@@ -61,15 +60,13 @@ class Forked:
 
 @dataclass(slots=True)
 class Comebacks:
-    """What a run gave. ``episode_s``: all commands of the episode; ``telemetry``: of the env that was killed
-    and restored."""
+    """What a run gave. ``episode_s``: all commands of the episode."""
 
     episode_s: float = 0.0
     replays: list[Comeback] = field(default_factory=list)
     restores: list[Comeback] = field(default_factory=list)
     swaps: list[Comeback] = field(default_factory=list)
     forks: list[Forked] = field(default_factory=list)
-    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
 def measure(
@@ -108,7 +105,6 @@ def measure(
         for _ in range(forks):
             found.forks.append(_fork(plain))
             found.restores.append(_comeback(plain, "restore", marks[plain]))
-        found.telemetry = plain.telemetry
     return found
 
 

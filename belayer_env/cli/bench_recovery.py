@@ -12,12 +12,14 @@ from belayer_env import paths
 from belayer_env.bench import overhead
 from belayer_env.bench import recovery as comebacks
 from belayer_env.bench.machine import Machine
+from belayer_env.bench.recovery_plot import draw_recoveries
 from belayer_env.bench.report import Report
 from belayer_env.bench.swe import ACTIONS
 from belayer_env.cli.bench_report import show_report
 from belayer_env.cli.interrupt import ended_by_sigterm
 from belayer_env.cli.progress import Progress
 from belayer_env.host.store_mount import ensure_mounted
+from belayer_env.picture import new_figure
 from belayer_env.store import Store
 
 __all__ = ["recovery", "register", "summarise"]
@@ -45,6 +47,7 @@ def recovery(
     seed: Annotated[int, typer.Option(help="Of the waits.")] = 1,
     image: Annotated[str, typer.Option(metavar="REF", help="Image to run on (the test image).")] = "",
     store: Annotated[Path | None, typer.Option(metavar="DIR", help="Store to use (the default one).")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, as a PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
 ) -> None:
     """Replay, restore, standby swap and fork of one episode; and the cost of checkpoints without faults.
@@ -52,6 +55,8 @@ def recovery(
     About 30 s of commands are lost and recovered; then 24 envs, a third for each policy, take 50 steps each
     with waits for a model (log-normal, median 4 s) in between. Takes about 7 minutes."""
     image = image or f"rootfs:{paths.test_image()}"
+    if plot is not None:
+        new_figure(1)  # better to hear now than in seven minutes that it cannot be drawn
     if store is None:
         ensure_mounted()
     with ended_by_sigterm(), Store(store) as opened:
@@ -78,6 +83,8 @@ def recovery(
                     seed=seed,
                     report=step.report,
                 )
+    if plot is not None:
+        draw_recoveries(found, arms, plot)
     show_report(summarise(found, arms, Machine.here(), time_scale=time_scale), as_json)
 
 
