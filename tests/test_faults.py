@@ -234,7 +234,7 @@ def test_the_files_tier_carries_files_cwd_and_variables(
     try:
         sandbox = made.create()
         sandbox.run(
-            "cd /srv; echo kept >f; export V='a b'; W=un; greet() { echo hi; }; sleep 900 & echo k >/dev/shm/k"
+            "cd /srv; echo kept >f; export V='a b'; greet() { echo hi; }; sleep 900 & echo k >/dev/shm/k"
         )
         checkpoint = made.save(sandbox)
         assert checkpoint.saved.tier is Tier.FILES
