@@ -82,6 +82,7 @@ class Checkpointer:
         self._free = threading.Event()
         self._free.set()
         self._wanted = threading.Event()
+        self._is_awaited = False  # by a step, or by who asked for a checkpoint; not by the end of the episode
         self._opened_s: float | None = None
         self._bubbles_to_skip = 0
         self._refusals = 0
@@ -93,6 +94,7 @@ class Checkpointer:
         """A step has ended: decide, and if it is worth it, checkpoint in the background."""
         self._opened_s = self._telemetry.now_s()
         self._wanted.clear()
+        self._is_awaited = False
         if self._bubbles_to_skip > 0:
             self._bubbles_to_skip -= 1
             return
@@ -131,6 +133,7 @@ class Checkpointer:
         if self._opened_s is not None:
             self.bubbles.observe(began - self._opened_s)
             self._opened_s = None
+        self._is_awaited = True
         self._wanted.set()
         self._free.wait()
         return self._telemetry.now_s() - began
@@ -281,7 +284,7 @@ class Checkpointer:
                 saved = sandbox.save(staging, previous=previous, with_fingerprint=self._weighs_facts)
             finally:
                 held_s = self._telemetry.now_s() - started_s
-                hidden = not self._wanted.is_set()
+                hidden = not self._is_awaited
                 self.sandbox_lost = self.sandbox_lost or not sandbox.is_alive()
                 free.set()
             ref = self._store.publish(

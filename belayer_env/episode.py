@@ -36,6 +36,7 @@ from belayer_env.spec import ExecResult, Task
 from belayer_env.standby import Standby
 from belayer_env.store import Store
 from belayer_env.telemetry import RecoveryRecord, StepRecord, Telemetry
+from belayer_env.timelines import Recorder
 
 __all__ = ["Episode", "Means"]
 
@@ -79,6 +80,7 @@ class Episode:
             telemetry=self.telemetry,
             on_published=self._prepare_standby,
         )
+        self._recorder = Recorder(means.store.timelines, episode_id, self.telemetry)
         self._sandbox: Sandbox | None = None
         self._untold: Rollback | None = None
         self._burials: list[threading.Thread] = []
@@ -152,6 +154,7 @@ class Episode:
         waited_s = self._close_bubble()
         outcome = self._run_through(action)
         if isinstance(outcome, Rollback):
+            self._recorder.look()
             return outcome
         try:
             self._store.append_step(self.id, outcome)
@@ -171,6 +174,7 @@ class Episode:
             )
         )
         self._open_bubble()
+        self._recorder.look()
         return outcome
 
     def checkpoint(self, *, pinned: bool = True) -> CheckpointRef:
@@ -212,7 +216,7 @@ class Episode:
                 "checkpoints end with their episode"
             )
         self._close_bubble()
-        self.settle()
+        self._checkpointer.settle()
         sandbox = self._recovery.restored(ref)
         self._drop_sandbox()
         self._sandbox = sandbox
@@ -264,13 +268,16 @@ class Episode:
         self._checkpointer.hint(seconds, self._sandbox, self.ledger)
 
     def settle(self) -> None:
-        """Wait until what runs in the background (a checkpoint being published, a standby being made) is
-        done."""
+        """Wait until what runs in the background (a checkpoint being published, a standby being made, a lost
+        sandbox being cleared away) is done."""
         self._checkpointer.settle()
+        for thread in self._burials:
+            thread.join()
 
     def close(self) -> None:
         """End it: the sandbox, its checkpoints and its ledger go. Idempotent, never raises."""
         self._suspend()
+        self._recorder.close()
         with contextlib.suppress(Exception):
             self._store.end_episode(self.id)
 
@@ -348,7 +355,7 @@ class Episode:
         """Bring a sandbox to the end of the ledger; or cut the ledger to where one could be brought, and keep
         the rollback for the next step to tell."""
         started_s = self.telemetry.now_s()
-        self.settle()  # the checkpoint being published may be the best rung
+        self._checkpointer.settle()  # the checkpoint being published may be the best rung
         recovered = self._recovery.recover(self.ledger, self._standby)
         self._sandbox = recovered.sandbox
         num_replayed = recovered.step - recovered.rung.step

@@ -20,6 +20,7 @@ BelayerError
 │   ├── ImageNotFound         the image reference names nothing
 │   ├── ImageUnreadable       it names something that is no usable root file system
 │   ├── TaskSetupFailed       a command of Task.setup failed
+│   ├── PlottingUnavailable   matplotlib is not installed
 │   └── IncompatibleCheckpoint  made on a host, or by a runtime, this one cannot stand in for
 └── Misuse                    the caller's mistake; nothing was run
     ├── InvalidInput          (also ValueError) a value out of range, a NUL in a command, a bad reference
@@ -48,6 +49,7 @@ __all__ = [
     "Misuse",
     "NotReset",
     "NotText",
+    "PlottingUnavailable",
     "RecoveryFailed",
     "RestoreFailed",
     "RuntimeFailed",
@@ -157,6 +159,10 @@ class RuntimeUnavailable(SetupError):
 
 class TierUnavailable(SetupError):
     """``require="full"`` was asked for, and this host gives only FILES."""
+
+
+class PlottingUnavailable(SetupError):
+    """A picture was asked for, and matplotlib is not installed."""
 
 
 class ImageNotFound(SetupError):

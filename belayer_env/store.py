@@ -4,6 +4,7 @@
     sandboxes/ID/   a sandbox's home; its owner.json names the process it belongs to
     checkpoints/ID/ a published checkpoint (see checkpoint.py); .partial-* is one in the making
     images/         root file systems
+    timelines/      the telemetry of recent episodes, a file each
     tmp/            what is being made; every name there ends in its maker's token
 
 Bytes; times of day in seconds since the epoch.
@@ -50,6 +51,7 @@ from belayer_env.rows import (
 from belayer_env.sandbox.base import Saved
 from belayer_env.sandbox.layers import LayerStore, open_layers
 from belayer_env.spec import Task, Tier
+from belayer_env.timelines import Timelines
 
 __all__ = ["EpisodeRecord", "HomeRecord", "Store"]
 
@@ -67,14 +69,23 @@ class Store:
         self._sandboxes = self.root / "sandboxes"
         self._checkpoints = self.root / "checkpoints"
         self._tmp = self.root / "tmp"
+        timelines = self.root / "timelines"
         try:
             with disk_errors(f"making the store {self.root}"):
-                for directory in (self.root, self.images, self._sandboxes, self._checkpoints, self._tmp):
+                for directory in (
+                    self.root,
+                    self.images,
+                    self._sandboxes,
+                    self._checkpoints,
+                    timelines,
+                    self._tmp,
+                ):
                     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.root.chmod(0o700)  # checkpoints hold memory, and memory holds secrets
         except RuntimeFailed as error:
             raise InvalidInput(f"{self.root} cannot be the store: {error.__cause__}") from error
         self.layers: LayerStore = open_layers(self._tmp)
+        self.timelines = Timelines(timelines, lambda: self.scratch("timeline"))
         self._catalogue = Catalogue(self.root / "catalogue.db")
 
     def __enter__(self) -> Store:

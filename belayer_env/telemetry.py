@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +114,33 @@ class Telemetry:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for plots and reports."""
-        lists = ("steps", "checkpoints", "decisions", "faults", "recoveries")
+        """Plain data, for plots and reports; `from_json` is the inverse."""
         return {
             "reset_s": self.reset_s,
-            **{name: [dataclasses.asdict(record) for record in getattr(self, name)] for name in lists},
+            **{name: [_plain(record) for record in getattr(self, name)] for name in _KINDS},
         }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Telemetry:
+        """The inverse of `to_json`, as far as that says it all: not the clock.
+
+        Raises:
+            KeyError, TypeError: it is not of this version."""
+        lists: dict[str, Any] = {n: [kind(**record) for record in data[n]] for n, kind in _KINDS.items()}
+        # Tuples come back from JSON as lists.
+        lists["recoveries"] = [dataclasses.replace(r, tried=tuple(r.tried)) for r in lists["recoveries"]]
+        return cls(reset_s=data["reset_s"], **lists)
+
+
+_KINDS: dict[str, type[Any]] = {
+    "steps": StepRecord,
+    "checkpoints": CheckpointRecord,
+    "decisions": DecisionRecord,
+    "faults": FaultRecord,
+    "recoveries": RecoveryRecord,
+}
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    # Not dataclasses.asdict, which copies every value: the records are flat.
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -25,6 +25,7 @@ from belayer_env.garbage import collect_garbage
 from belayer_env.ledger import Ledger
 from belayer_env.sandbox.base import Sandbox
 from belayer_env.sandbox.layers import open_layers
+from belayer_env.sandbox.procs import pids_naming
 from belayer_env.spec import MIB
 from belayer_env.store import Store
 
@@ -571,6 +572,8 @@ def test_clients_killed_at_random_instants_leave_nothing_that_gc_does_not_find(
             while opened.homes() or collect_garbage(opened, episodes=True).failed:
                 collect_garbage(opened, episodes=True)
                 assert time.monotonic() < deadline
+    left = pids_naming(f"{store}/", programs=("runc", "criu", "unshare", "sh"))
+    assert not left
 
 
 def _belayer(*args: object) -> str:

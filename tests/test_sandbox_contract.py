@@ -198,6 +198,7 @@ def test_a_fingerprint_changes_when_something_does(made: Sandboxes) -> None:
         assert sandbox.fingerprint() in (saved.fingerprint, None)
         sandbox.run("B=changed")
         assert sandbox.fingerprint() != saved.fingerprint
+    made.layers.drop(directory / "saved" / "layer")
     made.layers.drop(directory)
 
 

@@ -22,13 +22,26 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a figure must not exceed."""
+    """What a figure must not exceed, or must reach: one of the two.
 
-    at_most: float
+    Raises:
+        ValueError: neither is given, or both."""
+
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at_most is None) == (self.at_least is None):
+            raise ValueError(f"a target is at_most or at_least: {self}")
 
     def check(self, value: float) -> dict[str, Any]:
         """The figure beside its target."""
-        return {"value": round(value, 4), "at_most": round(self.at_most, 4), "met": value <= self.at_most}
+        if self.at_most is not None:
+            bound, limit, met = "at_most", self.at_most, value <= self.at_most
+        else:
+            assert self.at_least is not None
+            bound, limit, met = "at_least", self.at_least, value >= self.at_least
+        return {"value": round(value, 4), bound: round(limit, 4), "met": met}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

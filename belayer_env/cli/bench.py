@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from belayer_env import paths
-from belayer_env.bench.checkpoint import OURS, compare, race
+from belayer_env.bench.checkpoint import compare, race
 from belayer_env.bench.contender import Contender
 from belayer_env.bench.density import measure, summarise
 from belayer_env.bench.docker import Docker
 from belayer_env.bench.machine import Machine
 from belayer_env.bench.ours import Ours
 from belayer_env.bench.podman import Podman
-from belayer_env.bench.report import Report
+from belayer_env.cli.bench_report import show_report
 from belayer_env.cli.interrupt import ended_by_sigterm
 from belayer_env.cli.progress import Progress
 from belayer_env.errors import InvalidInput
@@ -64,7 +61,7 @@ def checkpoint(
         contenders = [PEERS[name](root) for name in names]
         with _progress().step(f"Measuring {rounds} rounds") as step:
             figures = race(Ours(image, opened), contenders, rounds=rounds, report=step.report)
-    _show(compare(figures, Machine.here()), as_json)
+    show_report(compare(figures, Machine.here()), as_json)
 
 
 def density(
@@ -83,60 +80,9 @@ def density(
         run = partial(measure, image, opened.root, sandboxes=sandboxes, steps=steps, report=step.report)
         crowd = anyio.run(run)
     report = summarise(crowd, Machine.here())
-    _show(report, as_json)
+    show_report(report, as_json)
     if report.checks["failures"]:
         raise typer.Exit(1)
-
-
-def _show(report: Report, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
-        return
-    console = Console(highlight=False)
-    console.print(f"\n[bold]{report.bench}[/bold] on {escape(str(report.machine))}", soft_wrap=True)
-    console.print(_medians(report))
-    if report.checks:
-        console.print(_checks(report))
-    for name, peer in report.peers.items():
-        found = f"version {peer.version}" if peer.version else f"left out: {peer.left_out}"
-        console.print(f"[dim]{name}: {escape(found)}[/dim]", soft_wrap=True)
-    for name, note in report.notes.items():
-        console.print(f"[dim]{escape(name)}: {escape(note)}[/dim]", soft_wrap=True)
-
-
-def _medians(report: Report) -> Table:
-    """A column for each contender, where the figures are named after them."""
-    columns = [
-        name for name in (OURS, *report.peers) if any(key.startswith(f"{name}_") for key in report.medians)
-    ]
-    table = Table("median", *(columns or [""]), box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    first = columns[0] + "_" if columns else ""
-    for key in report.medians:
-        if key.startswith(first):
-            figure = key.removeprefix(first)
-            keys = [f"{name}_{figure}" for name in columns] or [key]
-            table.add_row(figure, *(_rounded(report.medians[key]) for key in keys))
-    return table
-
-
-def _rounded(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _checks(report: Report) -> Table:
-    table = Table("check", "found", "at most", "", box=None, pad_edge=False)
-    for name, check in report.checks.items():
-        if isinstance(check, dict):
-            table.add_row(name, f"{check['value']:.3f}", f"{check['at_most']:.3f}", _mark(check["met"]))
-        else:
-            table.add_row(name, str(check), "0", _mark(check == 0))
-    return table
-
-
-def _mark(met: Any) -> str:
-    return "[green]met[/green]" if met else "[red]missed[/red]"
 
 
 def _progress() -> Progress:

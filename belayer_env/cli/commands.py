@@ -28,6 +28,10 @@ COMMANDS = {
         "belayer_env.cli.ps:gc",
         "Remove what dead processes left behind.",
     ),
+    "timeline": (
+        "belayer_env.cli.timeline:timeline",
+        "Draw what happened in an episode.",
+    ),
     "demo": (
         "belayer_env.cli.demo:demo",
         "Play an agent's episode twice, once through two kills, and compare.",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcStat", "below", "foreground", "read_procs"]
+__all__ = ["ProcStat", "below", "foreground", "pids_naming", "read_procs"]
 
 _QUIT_BIT = 1 << (signal.SIGQUIT - 1)
 _INT_BIT = 1 << (signal.SIGINT - 1)
@@ -34,6 +35,19 @@ class ProcStat:
         """Whether it was started as a background job of a non-interactive shell (POSIX: SIGINT and SIGQUIT
         ignored), or behaves as one."""
         return bool(self.ignored_signals & _QUIT_BIT and self.ignored_signals & _INT_BIT)
+
+
+def pids_naming(text: str, *, programs: Container[str]) -> list[int]:
+    """Host pids of these programs' processes (by the name of the executable) whose command line holds the
+    text."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            with contextlib.suppress(OSError):
+                argv = os.fsdecode((process / "cmdline").read_bytes())
+                if text in argv and Path(argv.partition("\0")[0]).name in programs:
+                    found.append(int(process.name))
+    return found
 
 
 def read_procs(pids: Iterable[int]) -> list[ProcStat]:

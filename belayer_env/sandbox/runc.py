@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -35,6 +36,7 @@ from belayer_env.sandbox.container import LIVENESS_DEADLINE_S, Container
 from belayer_env.sandbox.image import RootFs, resolve_image
 from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOSUID, mount, mount_overlay, unmount, unmount_below
+from belayer_env.sandbox.procs import pids_naming
 from belayer_env.sandbox.runc_spec import dump_externals, oci_config, restore_externals
 from belayer_env.sandbox.shell import populate_channel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
@@ -113,6 +115,11 @@ class RuncRuntime:
 
     def sweep(self, home: Path) -> None:
         """See `SandboxRuntime.sweep`."""
+        # A runc or CRIU that outlived its client: at work on the home still, or waiting for a process that is
+        # gone.
+        for pid in pids_naming(f"{home}/", programs=("runc", "criu", "unshare", "sh")):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         cgroup = Cgroup.find(_cgroup_name(home.name))
         cgroup.kill_all()
         unmount_below(home)

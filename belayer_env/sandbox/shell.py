@@ -422,8 +422,7 @@ class ShellChannel:
                 self._shell_ns_pid = ns_pid
                 self._ready = True
             case _Message(_Event.PONG, (_, ns_pid)):
-                # Of a restored shell, which has said "ready" in an earlier life, this is the first word.
-                self._shell_ns_pid = ns_pid
+                self._shell_ns_pid = ns_pid  # a restored shell says "ready" to nobody
             case _Message(_Event.EXIT, _):
                 self._ready = False
                 self._restarts_unseen = True
