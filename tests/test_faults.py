@@ -1,0 +1,250 @@
+"""What can befall one sandbox, and the typed fault that says so. Real containers, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from belayer_env.errors import (
+    CheckpointRefused,
+    Fault,
+    IncompatibleCheckpoint,
+    RestoreFailed,
+    SandboxFrozen,
+    SandboxGone,
+    SandboxHung,
+    SandboxOOM,
+)
+from belayer_env.sandbox.base import Sandbox, SandboxRuntime
+from belayer_env.sandbox.cgroup import Cgroup
+from belayer_env.sandbox.image import resolve_image
+from belayer_env.sandbox.layers import LayerStore
+from belayer_env.spec import MIB, Tier
+from tests.sandboxes import Sandboxes
+
+pytestmark = pytest.mark.usefixtures("full_runtime")
+
+
+def container(sandbox: Sandbox) -> Any:
+    """What both runtimes hold of the host's view."""
+    return sandbox._container  # type: ignore[attr-defined]
+
+
+def soon(act: Any, delay_s: float = 0.3) -> threading.Timer:
+    timer = threading.Timer(delay_s, act)
+    timer.start()
+    return timer
+
+
+def test_a_kill_at_rest_had_not_begun_the_command(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    assert sandbox.is_alive()
+    sandbox.kill()
+    sandbox.kill()
+    assert not sandbox.is_alive()
+    with pytest.raises(SandboxGone) as caught:
+        sandbox.run("echo never")
+    assert not caught.value.begun
+    assert not sandbox.answers()
+    with pytest.raises(SandboxGone):
+        sandbox.save(Path("/nonexistent/never"))
+
+
+def test_a_kill_in_mid_command_may_have_had_effects(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    timer = soon(sandbox.kill)
+    started = time.monotonic()
+    with pytest.raises(SandboxGone) as caught:
+        sandbox.run("sleep 25")
+    timer.join()
+    assert caught.value.begun
+    assert time.monotonic() - started < 20  # noticed by the pidfd, not by the time limit
+
+
+def test_destroy_is_idempotent_and_final(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.destroy()
+    sandbox.destroy()
+    for call in (lambda: sandbox.run("true"), sandbox.processes, sandbox.wake):
+        with pytest.raises(SandboxGone):
+            call()
+    assert sandbox.fingerprint() is None
+    assert not sandbox.is_alive()
+
+
+def test_a_child_that_runs_out_of_memory_is_a_result(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create(memory_bytes=128 * MIB)
+    result = sandbox.run("python3 -c 'x = bytearray(400_000_000)' 2>/dev/null; echo code $?")
+    assert result.output.splitlines()[-1] in ("code 137", "code 1")
+    assert sandbox.run("echo ok").output == "ok\n"
+
+
+def test_an_init_that_the_oom_killer_takes_is_told_from_other_deaths(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create(memory_bytes=64 * MIB)
+    # The first choice of the OOM killer is whoever says so; init is made to.
+    Path(f"/proc/{container(sandbox).pid}/oom_score_adj").write_text("1000")
+    hog = """python3 -c 'import time; x = b"x" * 20_000_000; time.sleep(9)'"""
+    hogs = f"for i in 1 2 3 4 5; do {hog} & done; wait"
+    with pytest.raises(SandboxOOM, match=str(64 * MIB)):
+        sandbox.run(hogs)
+
+
+def test_a_sandbox_that_somebody_froze_is_told_at_rest_and_in_mid_command(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    cgroup: Cgroup = container(sandbox).cgroup
+    cgroup.freeze()
+    with pytest.raises(SandboxFrozen) as caught:
+        sandbox.run("echo never")
+    assert not sandbox.answers() or pytest.fail("a frozen sandbox answered")
+    cgroup.thaw()
+    assert isinstance(caught.value, Fault)
+    sandbox = sandboxes.create()
+    cgroup = container(sandbox).cgroup
+    timer = soon(cgroup.freeze)
+    with pytest.raises(SandboxFrozen) as caught:
+        sandbox.run("sleep 20")
+    timer.join()
+    assert caught.value.begun
+    with pytest.raises(SandboxFrozen):
+        sandbox.save(Path("/nonexistent/never"))
+    cgroup.thaw()
+
+
+def test_suspend_and_wake_stop_time_for_its_processes(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run("(while :; do date +%s%N >/root/now; sleep 0.05; done) >/dev/null 2>&1 &")
+    time.sleep(0.3)
+    sandbox.suspend()
+    with pytest.raises(Fault):
+        sandbox.run("echo never", timeout_s=2)
+    sandbox.wake()
+    assert sandbox.answers()
+    sandbox.suspend()
+    container(sandbox).kill()
+    with pytest.raises(SandboxGone):
+        sandbox.wake()
+
+
+@pytest.fixture
+def slow_criu(sandboxes: Sandboxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A CRIU that writes its pid and sleeps before the real one would start."""
+    runtime: Any = sandboxes.runtime
+    if runtime.name != "runc":
+        pytest.skip("how CRIU is called is the runc runtime's matter; Docker's own restores")
+    wrapper = tmp_path / "criu"
+    wrapper.write_text(f'#!/bin/sh\necho $$ >{tmp_path}/pid\nsleep 30 &\nwait\nexec {runtime.criu} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(runtime, "criu", wrapper)
+    return tmp_path / "pid"
+
+
+def test_a_criu_killed_in_mid_dump_counts_the_sandbox_as_lost(sandboxes: Sandboxes, slow_criu: Path) -> None:
+    sandbox = sandboxes.create()
+
+    def kill_criu() -> None:
+        while not slow_criu.exists() or not slow_criu.read_text().strip():
+            time.sleep(0.01)
+        os.kill(int(slow_criu.read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_criu)
+    killer.start()
+    with pytest.raises(CheckpointRefused) as caught:
+        sandboxes.save(sandbox)
+    killer.join()
+    assert caught.value.cause == "killed"
+    assert not sandbox.is_alive()
+    with pytest.raises(SandboxGone):
+        sandbox.run("true")
+
+
+def test_a_dump_past_its_deadline_counts_the_sandbox_as_lost(
+    sandboxes: Sandboxes, slow_criu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("belayer_env.sandbox.criu.DUMP_DEADLINE_S", 0.5)
+    sandbox = sandboxes.create()
+    with pytest.raises(CheckpointRefused) as caught:
+        sandboxes.save(sandbox)
+    assert caught.value.cause == "deadline"
+    assert not sandbox.is_alive()
+
+
+def test_a_refused_checkpoint_leaves_a_sandbox_that_goes_on(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run(
+        "python3 -c 'import ctypes, os, time\nif os.fork() == 0: ctypes.CDLL(None).ptrace(0, 0, 0, 0)\n"
+        "time.sleep(900)' >/dev/null 2>&1 & echo $! >/tmp/pid; sleep 0.5"
+    )
+    for _ in range(2):
+        with pytest.raises(CheckpointRefused, match="debugger") as caught:
+            sandboxes.save(sandbox)
+        assert caught.value.cause == "traced"
+        assert sandbox.run("echo ok").output == "ok\n"
+    sandbox.run("pkill -9 python3; sleep 0.2")
+    assert sandboxes.reborn(sandbox).run("echo ok").output == "ok\n"
+
+
+def test_a_restore_that_fails_leaves_nothing(sandboxes: Sandboxes) -> None:
+    checkpoint = sandboxes.save(sandboxes.create())
+    core = next((checkpoint.directory / "images").glob("core-*"))
+    core.write_bytes(b"no image")
+    with pytest.raises(RestoreFailed):
+        sandboxes.restore(checkpoint)
+    sandboxes.runtime.sweep(sandboxes._homes[-1])
+
+
+def test_an_image_that_changed_since_is_refused(sandboxes: Sandboxes) -> None:
+    if sandboxes.runtime.name == "docker":
+        pytest.skip("the Engine keeps the image that a checkpoint was made of, and restores on that")
+    checkpoint = sandboxes.save(sandboxes.create())
+    meta = {**checkpoint.saved.meta, "image_digest": "another"}
+    with pytest.raises(IncompatibleCheckpoint):
+        sandboxes.runtime.restore(checkpoint.spec, checkpoint.directory, meta, sandboxes.new_home())
+    sandboxes.runtime.sweep(sandboxes._homes[-1])
+
+
+def test_a_stopped_shell_is_hung_not_waited_for(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create(step_timeout_s=2.0)
+    shell = next(proc.pid for proc in container(sandbox).procs() if "loop" in " ".join(proc.argv))
+    os.kill(shell, signal.SIGSTOP)
+    assert not sandbox.answers()
+    try:
+        result = sandbox.run("echo late")
+    except SandboxHung:
+        return
+    # Its heir ran the command: then that is what is told.
+    assert result.shell_restarted or result.timed_out
+
+
+def test_the_files_tier_carries_files_cwd_and_variables(
+    runtime: SandboxRuntime, layers: LayerStore, store_dir: Path, image: str
+) -> None:
+    if runtime.name != "runc":
+        pytest.skip("tests/test_docker.py has Docker's")
+    from belayer_env.sandbox.runc import RuncRuntime
+
+    images = store_dir / "images"
+    files = RuncRuntime(layers, images, tier=Tier.FILES, tier_reason="for the test")
+    made = Sandboxes(files, layers, store_dir, image)
+    try:
+        sandbox = made.create()
+        sandbox.run(
+            "cd /srv; echo kept >f; export V='a b'; greet() { echo hi; }; sleep 900 & echo k >/dev/shm/k"
+        )
+        checkpoint = made.save(sandbox)
+        assert checkpoint.saved.tier is Tier.FILES
+        sandbox.destroy()
+        again = made.restore(checkpoint)
+        assert (
+            again.run('pwd; cat f; echo "$V"; env | grep ^V=; greet').output == "/srv\nkept\na b\nV=a b\nhi\n"
+        )
+        # What it does not carry: processes and what lies in memory.
+        assert again.run("pgrep sleep; ls /dev/shm").output == ""
+    finally:
+        made.close()
+    assert resolve_image(image, images).path.is_dir()
