@@ -180,6 +180,7 @@ def test_interrupted_program_may_clean_up(shell: Sandbox) -> None:
     "command",
     [
         pytest.param("set -n", id="runs nothing any more"),
+        pytest.param("mkfifo /tmp/nobody; echo x >/tmp/nobody", id="the shell itself waits in open"),
         pytest.param("read x </dev/zero", id="one builtin without end, which no signal interrupts"),
         pytest.param("__belayer_n=8", id="answers another question"),
         pytest.param("trap - INT; X=$(sleep 999)", id="dies with its child, without the trap that we set"),

@@ -183,6 +183,7 @@ class Container:
             into.mkdir(mode=0o700)
             if tier is Tier.FULL:
                 self._refuse_traced()
+                self._refuse_stopped()
             settle()
             before = self._look() if with_fingerprint else None
             pause_s = self._frozen(write_all)
@@ -306,6 +307,22 @@ class Container:
                 cause="traced",
                 culprit=name,
                 pid=traced.pid,
+            )
+
+    def _refuse_stopped(self) -> None:
+        """A process that a signal has stopped cannot be seized under a v1 freezer: CRIU would hang in the
+        kernel (ptrace_attach waits for the stopped task to move) until its deadline, the sandbox be lost."""
+        if "freezer" not in self.cgroup.paths:
+            return
+        stopped = next((proc for proc in self.procs() if proc.state == "T"), None)
+        if stopped is not None:
+            name = " ".join(stopped.argv) or "?"
+            raise CheckpointRefused(
+                f"the sandbox cannot be checkpointed: process {stopped.ns_pid} ({name}) is stopped by a "
+                f"signal; let it go on: kill -CONT {stopped.ns_pid}",
+                cause="stopped",
+                culprit=name,
+                pid=stopped.pid,
             )
 
     def _frozen(self, act: Callable[[], None]) -> float:

@@ -37,6 +37,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
     ("deadline", r"[Tt]imeout", "its processes could not be stopped in time"),
     ("outside-file", r"Can't lookup mount", "a process holds a file from outside the container"),
+    ("terminal", r"tty: ", "a terminal is shared in a way that CRIU cannot rebuild"),
     ("unix-socket", r"unix: ", "a unix socket that leads outside the container, or is half open"),
     ("unsupported-file", r"[Uu]nsupported|anon_inode|Can't dump", "an open file of a kind CRIU cannot dump"),
 )

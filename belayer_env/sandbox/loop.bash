@@ -1,5 +1,5 @@
 # The persistent shell of a sandbox, bash. Reads "run N" and "ping N" from the req FIFO, sources /belayer/step for
-# each run, and answers on the ctl FIFO: "ready PID", "begin N", "end N CODE", "pong N".
+# each run, and answers on the ctl FIFO: "ready PID", "begin N", "end N CODE", "pong N PID".
 #
 # A command runs in this very shell, so that cd, variables, functions, traps and jobs stay. The FIFOs are opened anew
 # for each message, so the descriptors from 3 on are the command's to keep (`exec 9>lock; flock 9`), but for 10 to 12,
@@ -41,7 +41,7 @@ builtin trap ' ' INT
 builtin echo "ready $$" >/belayer/ctl
 while IFS=' ' builtin read -r __belayer_verb __belayer_n <>/belayer/req; do
     if [[ $__belayer_verb == ping ]]; then
-        builtin echo "pong $__belayer_n" >/belayer/ctl
+        builtin echo "pong $__belayer_n $$" >/belayer/ctl
         builtin continue
     fi
     # A run has its output FIFO, made by the host; what else the sandbox may have written into req has none.

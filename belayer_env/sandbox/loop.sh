@@ -11,7 +11,7 @@ __belayer_status() { return "$1"; }
 command echo "ready $$" >/belayer/ctl
 while IFS=' ' command read -r __belayer_verb __belayer_n <>/belayer/req; do
     if command [ "$__belayer_verb" = ping ]; then
-        command echo "pong $__belayer_n" >/belayer/ctl
+        command echo "pong $__belayer_n $$" >/belayer/ctl
         continue
     fi
     command [ "$__belayer_verb" = run ] && command [ -p "/belayer/out.$__belayer_n" ] || continue

@@ -179,7 +179,7 @@ class ShellChannel:
         while True:
             message = self._next_message(deadline, begun=False, what="answer a ping")
             self._note(message)
-            if message.event is _Event.PONG and message.numbers == (self._n,):
+            if message.event is _Event.PONG and message.numbers[:1] == (self._n,):
                 self._ready = True
                 return
 
@@ -391,6 +391,8 @@ class ShellChannel:
             case _Message(_Event.READY, (ns_pid,)):
                 self._shell_ns_pid = ns_pid
                 self._ready = True
+            case _Message(_Event.PONG, (_, ns_pid)):
+                self._shell_ns_pid = ns_pid  # a restored shell says "ready" to nobody
             case _Message(_Event.EXIT, _):
                 self._ready = False
                 self._restarts_unseen = True
