@@ -55,6 +55,7 @@ _DRAIN_TURNS = 64
 _FREEZE_CHECK_S = 0.5
 _KILL_ROUND_S = 0.05
 _SHELL_START_S = 20.0
+_STILLBORN_SHELLS = 20
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -163,10 +164,15 @@ class ShellChannel:
         """Wait for a new shell's first word.
 
         Raises:
-            Fault: init died, or no word within ``timeout_s`` seconds."""
+            Fault: init died, no word within ``timeout_s`` seconds, or shell after shell ends without one."""
         deadline = time.monotonic() + timeout_s
+        num_ended = 0
         while not self._ready:
-            self._note(self._next_message(deadline, begun=False, what="start its shell"))
+            message = self._next_message(deadline, begun=False, what="start its shell")
+            self._note(message)
+            num_ended += message.event is _Event.EXIT
+            if num_ended > _STILLBORN_SHELLS:
+                raise SandboxHung("the sandbox's shell ends as soon as it is started")
 
     def ping(self, timeout_s: float = 10.0) -> None:
         """Prove that the shell answers.
