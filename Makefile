@@ -35,6 +35,7 @@ test-slow: setup
 bench: setup
 	$(BIN)/belayer bench checkpoint
 	$(BIN)/belayer bench density
+	$(BIN)/belayer bench recovery
 
 check: test test-slow
 

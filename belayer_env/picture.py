@@ -91,7 +91,8 @@ def draw_lanes(axes: Axes, episode: Lanes, began_s: float, ended_s: float) -> se
                 _draw_bars(axes, kind, bars, height, least_s)
         axes.axhline(height - 0.5, color="#eeeeee", linewidth=0.8, zorder=0)
     _label_recoveries(axes, episode, began_s, ended_s)
-    axes.set_xlim(began_s, ended_s if ended_s > began_s else began_s + 1)
+    shown_s = max(ended_s - began_s, 1e-3)
+    axes.set_xlim(began_s, ended_s + 0.005 * shown_s)  # with room for what ended last
     axes.set_ylim(-0.5, len(LANES) - 0.5)
     axes.set_yticks(range(len(LANES)), list(reversed(LANES)))
     axes.tick_params(axis="y", length=0)

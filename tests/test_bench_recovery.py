@@ -13,14 +13,24 @@ import pytest
 
 from belayer_env.bench import overhead
 from belayer_env.bench.machine import Machine
-from belayer_env.bench.overhead import Arm, Span, TimedStep, decision_kind, overhead_of, wait_s
+from belayer_env.bench.overhead import (
+    Arm,
+    Forgetful,
+    Span,
+    TimedStep,
+    at_risk_s,
+    decision_kind,
+    overhead_of,
+    wait_s,
+)
 from belayer_env.bench.recovery import Comeback, Comebacks, Forked
 from belayer_env.bench.recovery_plot import draw_recoveries, waits_back
 from belayer_env.bench.report import Target
 from belayer_env.bench.swe import ACTIONS, long_episode
 from belayer_env.cli.bench_recovery import summarise
 from belayer_env.policy import Adaptive, Moment
-from belayer_env.telemetry import CheckpointRecord, DecisionRecord, Telemetry
+from belayer_env.store import Store
+from belayer_env.telemetry import CheckpointRecord, DecisionRecord, StepRecord, Telemetry
 
 MACHINE = Machine(cpu="some cpu", cores=2, memory_bytes=2**30, kernel="6.18")
 
@@ -40,7 +50,7 @@ def step(number: int, began: float, took_s: float, waited_s: float = 0.0) -> Tim
 
 
 def telemetry(*checkpoints: tuple[float, float], hidden: bool = True) -> Telemetry:
-    """Of an episode that began at 0, with checkpoints that began and took so long."""
+    """Of an episode that began at 0, with checkpoints of step 1 that began and took so long."""
     records = [
         CheckpointRecord(step=1, id="ck", pause_s=0.01, held_s=0.05, total_s=s, hidden=hidden, started_s=at)
         for at, s in checkpoints
@@ -48,16 +58,21 @@ def telemetry(*checkpoints: tuple[float, float], hidden: bool = True) -> Telemet
     return Telemetry(checkpoints=records, began=0.0)
 
 
+def took_a_step(told: Telemetry) -> Telemetry:
+    told.steps.append(StepRecord(step=1, command_s=1.0, total_s=1.0))
+    return told
+
+
 def arms() -> dict[str, Arm]:
     """Two steps in 20 s; `adaptive` waits 0.1 s for a checkpoint, and is slower by 0.1 s beside it."""
     return {
-        "never": Arm("never", 1, 18.0, [step(1, 0.0, 1.0), step(2, 10.0, 1.0)], [telemetry()]),
+        "never": Arm("never", 1, 18.0, [step(1, 0.0, 1.0), step(2, 10.0, 1.0)], [took_a_step(telemetry())]),
         "adaptive": Arm(
             "adaptive",
             1,
             18.0,
             [step(1, 5.0, 1.0), step(2, 15.0, 1.2, waited_s=0.1)],
-            [telemetry((14.9, 0.3), hidden=False)],
+            [took_a_step(telemetry((14.9, 0.3), hidden=False))],
         ),
     }
 
@@ -130,6 +145,29 @@ class TestOverhead:
         assert figures["unchanged_adaptive_pct"] == 75
         assert figures["decisions_adaptive_forced"] == 1
         assert figures["checkpoints_adaptive"] == 1
+
+    def test_of_two_decisions_in_one_bubble_the_later_counts(self) -> None:
+        found = arms()
+        reasons = ("a bubble of 9 s hides a cost of 1 s", "the host was busy with other checkpoints")
+        found["adaptive"].telemetries[0].decisions += [
+            DecisionRecord(step=1, checkpoint=False, reason=reason) for reason in reasons
+        ]
+        figures = overhead.figures(found)
+        assert figures["decisions_adaptive_host_busy"] == 1
+        assert "decisions_adaptive_hidden" not in figures
+
+    def test_at_risk_is_what_no_checkpoint_contains(self) -> None:
+        told = telemetry((1.0, 0.1))  # of step 1
+        told.steps += [StepRecord(step=n, command_s=n, total_s=n) for n in (1, 2, 3, 4)]
+        told.decisions.append(DecisionRecord(step=4, checkpoint=False, reason="nothing changed: moved up"))
+        assert at_risk_s(told) == [0, 2, 5, 0]
+
+    def test_a_bench_learns_nothing_and_teaches_nothing(self, tmp_path: Path) -> None:
+        with Store(tmp_path) as store, Forgetful(tmp_path) as forgetful:
+            store.remember("bubbles", [1.0])
+            forgetful.remember("bubbles", [2.0])
+            assert forgetful.fact("bubbles") is None
+            assert store.fact("bubbles") == [1.0]
 
     @pytest.mark.parametrize(
         ("moment", "kind"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import pytest
 
 from belayer_env.errors import InvalidInput, NotText, SandboxHung
 from belayer_env.sandbox.base import Sandbox
+from belayer_env.sandbox.cgroup import Cgroup
 from belayer_env.spec import MIB, ExecResult
 from tests.sandboxes import Sandboxes
 
@@ -433,7 +435,6 @@ def sandboxes_shell(shared_sandboxes: Sandboxes) -> Sandbox:
         ("hash -p /bin/false cat", "hash -r"),
         ("cd /tmp && mkdir -p gone && cd gone && rmdir ../gone", "cd /root"),
         ("mount -t tmpfs none /belayer", ":"),
-        ("rm -rf /belayer/* /belayer; mv /belayer /gone; chmod 0 /belayer", ":"),
         (
             "echo garbage >/belayer/ctl; head -c 3000 /dev/urandom >/belayer/ctl; echo end 5 5 >/belayer/ctl",
             ":",
@@ -470,6 +471,28 @@ def test_garbage_in_the_request_fifo_runs_nothing_twice(sandboxes: Sandboxes, ga
     for _ in range(3):
         sandbox.run("true", timeout_s=2)
     assert quick(sandbox, "cat /tmp/ran").output == "once\n"
+
+
+WRECK = (
+    "rm -rf /belayer/* /belayer; mv /belayer /gone; chmod 0 /belayer; mv /belayer/loop.sh /belayer/x; true"
+)
+
+
+@pytest.mark.parametrize("with_bash", [True, False])
+def test_channel_cannot_be_wrecked_from_within_or_the_sandbox_is_called_hung(
+    sandboxes: Sandboxes, busybox_image: str, with_bash: bool
+) -> None:
+    """In a user namespace the channel belongs to nobody inside. Docker's root may remove it: no shell can
+    ever start, and the fault says so at the time limit."""
+    sandbox = sandboxes.create(image=None if with_bash else busybox_image)
+    if sandboxes.runtime.name == "docker":
+        with pytest.raises(SandboxHung):
+            sandbox.run(WRECK, timeout_s=1)
+        return
+    assert not quick(sandbox, WRECK).shell_restarted
+    answers(sandbox)
+    assert quick(sandbox, "exit 1").shell_restarted
+    answers(sandbox)
 
 
 # -- text in, text out
@@ -745,6 +768,26 @@ def test_no_free_pids_is_an_error_of_the_command(sandboxes: Sandboxes) -> None:
     assert quick(sandbox, "ls -d /etc").output.endswith("/etc\n")  # after a retry or two
 
 
+@pytest.mark.parametrize("with_bash", [True, False])
+def test_init_survives_a_shell_that_dies_when_no_pid_is_free(
+    sandboxes: Sandboxes, busybox_image: str, with_bash: bool
+) -> None:
+    """A sh that cannot fork gives up; init must not."""
+    sandbox = sandboxes.create(image=None if with_bash else busybox_image)
+    quick(sandbox, "K=1; sleep 999 & sleep 999 &")
+    if sandboxes.runtime.name != "runc":
+        pytest.skip("reaches for the cgroup by its name, which is Docker's to give")
+    paths = Cgroup.find(f"belayer-{sandbox.id}").paths
+    limit = (paths.get("pids") or paths["unified"]) / "pids.max"
+    limit.write_text("2")
+    freed = threading.Timer(0.5, limit.write_text, ["64"])
+    freed.start()
+    done = quick(sandbox, "kill -9 $$")
+    freed.join()
+    assert (done.exit_code, done.shell_restarted) == (137, True)
+    assert quick(sandbox, "echo $K").output == "1\n"
+
+
 def test_fork_bomb_is_ended_at_the_time_limit(sandboxes: Sandboxes) -> None:
     sandbox = sandboxes.create(pids=64)
     sandbox.run("b() { b | b & }; b; sleep 999", timeout_s=1)
@@ -820,7 +863,6 @@ def test_sh_keeps_cwd_variables_functions_and_jobs(ash: Sandbox) -> None:
         ("unset -f read echo; IFS=x; PATH=''", 0, False),
         ("unset IFS; PATH=/bin; set -x; set +x; set -f; set +f", 0, False),
         ("kill -9 1; kill 1", 0, False),
-        ("rm -rf /belayer/*; true", 0, False),
         ("# comment", 0, False),
         ("", 0, False),
     ],

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from belayer_env.bench.report import Target
 from belayer_env.bench.swe import long_episode, swe_task
@@ -36,9 +37,11 @@ __all__ = [
     "POLICIES",
     "TARGETS",
     "Arm",
+    "Forgetful",
     "Overhead",
     "Span",
     "TimedStep",
+    "at_risk_s",
     "decision_kind",
     "figures",
     "overhead_of",
@@ -61,6 +64,7 @@ NOTES = {
     "hidden_*_pct": "checkpoints that no step waited for",
     "unchanged_*_pct": "bubbles in which the last checkpoint was moved up, as nothing had changed",
     "decisions_*": "how many bubbles ended so",
+    "at_risk_*_s": "what a kill after a step would have to replay, the mean over all steps",
 }
 
 _DECISIONS = (
@@ -72,6 +76,18 @@ _DECISIONS = (
     ("hides a cost", "hidden"),
     ("outweigh a cost", "forced"),
 )
+
+
+class Forgetful(Store):
+    """A store whose episodes learn nothing from one another: each run of a bench begins alike, and users'
+    episodes learn nothing from benches."""
+
+    def fact(self, name: str) -> Any:
+        """Nothing."""
+        return None
+
+    def remember(self, name: str, value: Any) -> None:
+        """Do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +118,8 @@ class TimedStep:
 
 @dataclass(slots=True)
 class Arm:
-    """One policy's envs. ``wait_s``: all they waited for the model, added up. ``drilled``: the first one's
-    telemetry with a kill after its last step, which is in no figure."""
+    """One policy's envs. ``wait_s``: all they waited for the model, added up. ``drilled``: the telemetry of
+    the last to end, with a kill after its last step that is in no figure."""
 
     policy: str
     num_envs: int = 0
@@ -202,8 +218,9 @@ def race(
                 dataclasses.replace(told, checkpoints=[*told.checkpoints], decisions=[*told.decisions])
             )
         report("one kill for each policy")
+        last = max(range(envs), key=lambda number: sum(wait_s(seed, number, n + 1) for n in range(steps)))
         for (number, _, arm), env in zip(runners, opened, strict=True):
-            if number == 0:
+            if number == last:
                 env.episode.sandbox.kill()
                 env.step(KILLED_ACTION)
                 env.episode.settle()
@@ -247,11 +264,25 @@ def figures(arms: Mapping[str, Arm]) -> dict[str, float]:
             hidden = sum(record.hidden for record in arm.checkpoints)
             found[f"hidden_{name}_pct"] = 100 * hidden / len(arm.checkpoints)
             found[f"held_{name}_ms"] = 1000 * statistics.median(r.held_s for r in arm.checkpoints)
-        decisions = [decision for told in arm.telemetries for decision in told.decisions]
-        kinds = Counter(decision_kind(decision.reason) for decision in decisions)
-        if decisions and kinds.keys() != {"other"}:
-            found[f"unchanged_{name}_pct"] = 100 * kinds["unchanged"] / len(decisions)
+        found[f"at_risk_{name}_s"] = statistics.fmean(s for t in arm.telemetries for s in at_risk_s(t))
+        # Of two in one bubble (wanted, and then the host was busy) the later one counts.
+        reasons = [r for told in arm.telemetries for r in {d.step: d.reason for d in told.decisions}.values()]
+        kinds = Counter(decision_kind(reason) for reason in reasons)
+        if reasons and kinds.keys() != {"other"}:
+            found[f"unchanged_{name}_pct"] = 100 * kinds["unchanged"] / len(reasons)
             found |= {f"decisions_{name}_{kind}": count for kind, count in sorted(kinds.items())}
+    return found
+
+
+def at_risk_s(telemetry: Telemetry) -> list[float]:
+    """After each step: the seconds of commands that no checkpoint taken in the bubble, or before, contains.
+    Pure."""
+    contained = {record.step for record in telemetry.checkpoints if not record.error}
+    contained |= {d.step for d in telemetry.decisions if decision_kind(d.reason) == "unchanged"}
+    lost_s, found = 0.0, []
+    for step in telemetry.steps:
+        lost_s = 0.0 if step.step in contained else lost_s + step.command_s
+        found.append(lost_s)
     return found
 
 

@@ -30,7 +30,7 @@ def draw_recoveries(found: Comebacks, arms: Mapping[str, Arm], path: Path) -> No
         PlottingUnavailable: matplotlib is not installed.
         RuntimeFailed, StoreFull: the file cannot be written."""
     shown = [
-        (f"{name}, env 1 (its end, and then a kill): {summary(arm.drilled)}", arm.drilled)
+        (f"{name}, one env, its end and a kill: {summary(arm.drilled)}", arm.drilled)
         for name, arm in arms.items()
         if arm.drilled is not None
     ]

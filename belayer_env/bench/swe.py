@@ -80,7 +80,7 @@ ACTIONS = (
     _BUILD.format(seconds=5),
     "printf '\\n\\ndef is_free(items):\\n    return not total(items)\\n' >>shop/orders.py; git diff -U0",
     _SUITE,
-    _BUILD.format(seconds=2),
+    _BUILD.format(seconds=4),
     'echo "$SHOP_ENV ${#tried[@]}" | tee ~/notes; git diff --stat',
 )
 """20 steps of about 30 s together."""

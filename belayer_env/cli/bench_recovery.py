@@ -20,7 +20,6 @@ from belayer_env.cli.interrupt import ended_by_sigterm
 from belayer_env.cli.progress import Progress
 from belayer_env.host.store_mount import ensure_mounted
 from belayer_env.picture import new_figure
-from belayer_env.store import Store
 
 __all__ = ["recovery", "register", "summarise"]
 
@@ -59,7 +58,7 @@ def recovery(
         new_figure(1)  # better to hear now than in seven minutes that it cannot be drawn
     if store is None:
         ensure_mounted()
-    with ended_by_sigterm(), Store(store) as opened:
+    with ended_by_sigterm(), overhead.Forgetful(store) as opened:
         progress = Progress(Console(stderr=True, highlight=False))
         with progress.step("Measuring recoveries") as step:
             found = comebacks.measure(

@@ -3,6 +3,8 @@
 # starts with SIGINT and SIGQUIT ignored, and so would everything the agent runs. While sh waits for it, it reaps
 # whatever else was re-parented to it.
 exec </dev/null >/dev/null 2>&1
+# A sh that cannot fork, as every pid is taken, gives up; and with it would go the sandbox. It starts over instead.
+trap 'exec /bin/sh /belayer/init.sh' EXIT
 exec 8<>/belayer/ctl
 cd "$BELAYER_WORKDIR" || cd /
 if command -v bash; then

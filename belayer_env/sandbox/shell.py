@@ -58,6 +58,7 @@ _BEGIN_DEADLINE_S = 10.0
 _STOPPED_CHECKS = 2
 """A shell found stopped this often, `_FREEZE_CHECK_S` apart, while it should answer will not answer."""
 _SHELL_START_S = 20.0
+_STILLBORN_SHELLS = 20
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -166,10 +167,15 @@ class ShellChannel:
         """Wait for a new shell's first word.
 
         Raises:
-            Fault: init died, or no word within ``timeout_s`` seconds."""
+            Fault: init died, no word within ``timeout_s`` seconds, or shell after shell ends without one."""
         deadline = time.monotonic() + timeout_s
+        num_ended = 0
         while not self._ready:
-            self._note(self._next_message(deadline, begun=False, what="start its shell"))
+            message = self._next_message(deadline, begun=False, what="start its shell")
+            self._note(message)
+            num_ended += message.event is _Event.EXIT
+            if num_ended > _STILLBORN_SHELLS:
+                raise SandboxHung("the sandbox's shell ends as soon as it is started")
 
     def ping(self, timeout_s: float = 10.0) -> None:
         """Prove that the shell answers.
