@@ -65,7 +65,7 @@ def test_equal_runs_do_not_differ() -> None:
 def test_each_difference_is_a_line() -> None:
     assert differences(_outcome(), _outcome(files=("x", "z"))) == ["files: - y", "files: + z"]
     assert "echo" in differences(_outcome(), _outcome("b\n"))[0]
-    fewer = Outcome(steps=(), state=_outcome().state | {"processes": ("init", "sleep 1")})
+    fewer = Outcome(steps=(), state={**_outcome().state, "processes": ("init", "sleep 1")})
     assert differences(_outcome(), fewer) == ["number of steps: 1 and 0", "processes: - sleep 1"]
 
 
