@@ -1,0 +1,333 @@
+"""The ladder's order, and how it is climbed: on sandboxes in memory and a real store, without waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tenacity
+
+from belayer_env.checkpoint import CheckpointRef
+from belayer_env.episode import ACTION_ATTEMPTS, Episode, Means
+from belayer_env.errors import (
+    EngineUnavailable,
+    Fault,
+    RecoveryFailed,
+    SandboxFrozen,
+    SandboxGone,
+    SandboxHung,
+    TaskSetupFailed,
+)
+from belayer_env.ledger import Step
+from belayer_env.policy import Never
+from belayer_env.recovery import Budget, Recovery, Rung, ladder
+from belayer_env.rollback import Rollback
+from belayer_env.spec import Task, Tier
+from belayer_env.store import Store
+from tests.memory_sandbox import RANDOM, Faults, FaultyRuntime, FaultySandbox, MemoryRuntime
+
+
+def ref(number: int, step: int) -> CheckpointRef:
+    return CheckpointRef(
+        id=f"ck-{number}", episode_id="ep-1", task_digest="d", step=step, tier=Tier.FULL, size_bytes=1
+    )
+
+
+def test_ladder_goes_from_the_newest_to_a_fresh_start() -> None:
+    newest, older = ref(2, 5), ref(1, 3)
+    assert ladder([(newest, 6), (older, 3)]) == (Rung(newest, 6), Rung(older, 3), Rung(None))
+    assert ladder([]) == (Rung(None),)
+
+
+def test_ladder_begins_with_the_standby_and_restores_the_same_checkpoint_next() -> None:
+    newest, older = ref(2, 5), ref(1, 3)
+    rungs = ladder([(newest, 5), (older, 3)], standby="ck-2")
+    assert rungs == (Rung(newest, 5, is_standby=True), Rung(newest, 5), Rung(older, 3), Rung(None))
+    assert str(rungs[0]) == "standby ck-2 (step 5)"
+
+
+def test_ladder_ignores_a_standby_of_a_checkpoint_that_is_no_rung() -> None:
+    assert ladder([(ref(1, 3), 3)], standby="ck-9") == (Rung(ref(1, 3), 3), Rung(None))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "store") as store:
+        yield store
+
+
+class Bench:
+    """An episode in memory, and a recovery of the test's own over its ledger."""
+
+    def __init__(self, store: Store, replay: Literal["always", "never"] = "always") -> None:
+        self.faults = Faults()
+        self.memory = MemoryRuntime()
+        self.runtime = FaultyRuntime(self.memory, self.faults)
+        self.task = Task(image="rootfs:/", setup=["touch /root/list"], replay=replay)
+        self.store = store
+        self.episode = Episode.begin(self.task, Means(store=store, runtime=self.runtime, policy=Never()))
+        self.met: list[str] = []
+
+    def recovery(self, **options: Any) -> Recovery:
+        return Recovery(
+            self.store,
+            self.runtime,
+            self.task,
+            self.episode.id,
+            on_fault=lambda fault: self.met.append(type(fault).__name__),
+            retrying=options.pop("retrying", None),
+            **options,
+        )
+
+    def told(self, *actions: str) -> None:
+        for action in actions:
+            assert isinstance(self.episode.step(action), Step)
+
+    def damage(self, ref: CheckpointRef) -> None:
+        directory = self.store.directory_of(ref)
+        assert directory is not None
+        (directory / "images" / "state.json").write_text("{")
+
+
+@pytest.fixture
+def bench(store: Store) -> Iterator[Bench]:
+    bench = Bench(store)
+    yield bench
+    bench.episode.close()
+    assert not any(sandbox.is_alive() for sandbox in bench.memory.made)
+    assert store.homes() == []
+
+
+@contextlib.contextmanager
+def recovered(bench: Bench, **options: Any) -> Iterator[Any]:
+    found = bench.recovery(**options).recover(bench.episode.ledger)
+    try:
+        yield found
+    finally:
+        found.sandbox.destroy()
+
+
+def test_the_newest_checkpoint_is_restored_and_the_rest_replayed(bench: Bench) -> None:
+    bench.told("A=1")
+    newest = bench.episode.checkpoint()
+    bench.told("A=$((A+3)); echo $A")
+    with recovered(bench) as found:
+        assert (found.rung, found.step, found.rollback) == (Rung(newest, 1), 2, None)
+        assert found.sandbox.run("echo $A").output == "4\n"
+    assert bench.met == []
+
+
+def test_damaged_checkpoints_are_passed_by_each_tried_once(bench: Bench) -> None:
+    refs = []
+    for number in range(3):
+        bench.told(f"A={number}")
+        refs.append(bench.episode.checkpoint())
+    for damaged in refs[1:]:
+        bench.damage(damaged)
+    with recovered(bench) as found:
+        assert [str(attempt.rung.checkpoint.id) for attempt in found.attempts] == [r.id for r in refs[::-1]]
+        assert found.sandbox.run("echo $A").output == "2\n"
+    assert bench.met == ["CheckpointCorrupt"] * 2
+
+
+@pytest.mark.parametrize("lost", [SandboxGone, SandboxFrozen, SandboxHung])
+def test_a_sandbox_lost_under_its_replay_costs_a_try_and_not_the_rung(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, lost: type[Fault]
+) -> None:
+    """Frozen or stopped under the replay on the last rung, the episode used to be given up."""
+    bench.told("A=1", "echo one >>/root/list")
+    failing = iter([lost("lost", begun=True)] * 2)
+    kind = type(bench.episode.sandbox)
+    original = kind.run
+
+    def run(sandbox: Any, command: str, *, timeout_s: float | None = None) -> Any:
+        if command == "echo one >>/root/list" and (fault := next(failing, None)) is not None:
+            raise fault
+        return original(sandbox, command, timeout_s=timeout_s)
+
+    monkeypatch.setattr(kind, "run", run)
+    with recovered(bench) as found:
+        assert len(found.attempts) == 3
+        assert found.sandbox.run("cat /root/list").output == "one\n"
+    assert bench.met == [lost.__name__] * 2
+
+
+def test_a_restore_that_fails_is_tried_twice(bench: Bench) -> None:
+    bench.told("A=1")
+    newest = bench.episode.checkpoint()
+    bench.faults.arm("restore", "before", "refuse")
+    with recovered(bench) as found:
+        assert found.rung == Rung(newest, 1)
+    bench.faults.arm("restore", "before", "refuse")
+    bench.faults.arm("restore", "before", "refuse")
+    with recovered(bench) as found:
+        assert found.rung == Rung(None)
+
+
+def test_a_start_that_fails_is_tried_as_often_as_the_budget_has_it(bench: Bench) -> None:
+    bench.told("A=1")
+    for _ in range(3):
+        bench.faults.arm("create", "before", "refuse")
+    with pytest.raises(RecoveryFailed) as failure:
+        bench.recovery(budget=Budget(attempts_per_rung=2)).recover(bench.episode.ledger)
+    assert len(failure.value.tried) == 2
+    with recovered(bench, budget=Budget(attempts_per_rung=2)) as found:
+        assert len(found.attempts) == 2
+
+
+def test_a_try_is_kept_for_the_fresh_start_however_many_checkpoints_are_bad(bench: Bench) -> None:
+    for number in range(6):
+        bench.told(f"A={number}")
+        bench.damage(bench.episode.checkpoint())
+    with recovered(bench, budget=Budget(attempts=4)) as found:
+        assert found.rung == Rung(None)
+        assert len(found.attempts) == 5
+        assert found.sandbox.run("echo $A").output == "5\n"
+
+
+def test_time_runs_out(bench: Bench) -> None:
+    bench.told("A=1")
+    clock = itertools.count(0, 100)
+    with pytest.raises(RecoveryFailed, match="no way back to step 1"):
+        bench.recovery(budget=Budget(seconds=10), clock=lambda: float(next(clock))).recover(
+            bench.episode.ledger
+        )
+
+
+def test_a_setup_that_fails_now_fails_the_rung(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.told("A=1")
+
+    def fail(recovery: Recovery) -> Any:
+        raise TaskSetupFailed("setup failed")
+
+    monkeypatch.setattr(Recovery, "fresh", fail)
+    with pytest.raises(RecoveryFailed) as failure:
+        bench.recovery().recover(bench.episode.ledger)
+    assert failure.value.tried == ("fresh: setup failed",)
+
+
+def test_an_engine_that_is_away_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = iter([EngineUnavailable("restarting")] * 3)
+    original = MemoryRuntime.create
+
+    def create(runtime: MemoryRuntime, *args: Any) -> Any:
+        if (fault := next(away, None)) is not None:
+            raise fault
+        return original(runtime, *args)
+
+    monkeypatch.setattr(MemoryRuntime, "create", create)
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(EngineUnavailable), stop=tenacity.stop_after_attempt(4)
+    )
+    with recovered(bench, retrying=retrying) as found:
+        assert len(found.attempts) == 1
+    assert len(bench.store.homes()) == 1  # the episode's own
+
+
+def test_divergence_after_divergence_cuts_to_before_the_first(bench: Bench) -> None:
+    bench.told("A=1", RANDOM, "echo one >>/root/list", RANDOM, "echo $A")
+    with recovered(bench) as found:
+        assert found.step == 1
+        assert (found.rollback.to_step, found.rollback.diverged_step) == (1, 2)
+        assert found.sandbox.run("cat /root/list").output == ""
+    assert bench.met == ["ContextDiverged"]
+
+
+def test_a_checkpoint_past_the_divergence_is_no_rung(bench: Bench) -> None:
+    bench.told("A=1", RANDOM)
+    later = bench.episode.checkpoint()
+    bench.told(RANDOM)
+    with recovered(bench) as found:
+        assert (found.rung, found.step) == (Rung(later, 2), 2)
+        assert found.rollback.diverged_step == 3
+    bench.damage(later)
+    with recovered(bench) as found:
+        assert (found.rung, found.step) == (Rung(None), 1)
+        assert found.rollback.diverged_step == 2
+
+
+def test_what_must_not_be_replayed_goes_back_to_its_checkpoint(store: Store) -> None:
+    bench = Bench(store, replay="never")
+    try:
+        bench.told("A=1")
+        kept = bench.episode.checkpoint()
+        bench.told("A=2", "A=3")
+        with recovered(bench) as found:
+            assert (found.rung, found.step, found.rollback.to_step) == (Rung(kept, 1), 1, 1)
+            assert found.sandbox.run("echo $A").output == "1\n"
+        bench.damage(kept)
+        with recovered(bench) as found:
+            assert (found.rung, found.step, found.rollback.to_step) == (Rung(None), 0, 0)
+    finally:
+        bench.episode.close()
+
+
+def test_a_passing_fault_of_a_restore_does_not_cost_context_that_cannot_be_replayed(store: Store) -> None:
+    bench = Bench(store, replay="never")
+    try:
+        bench.told("A=1")
+        bench.episode.checkpoint()
+        bench.faults.arm("restore", "before", "refuse")
+        with recovered(bench) as found:
+            assert (found.step, found.rollback) == (1, None)
+    finally:
+        bench.episode.close()
+
+
+def test_what_had_not_begun_is_run_again_in_the_same_sandbox(bench: Bench) -> None:
+    bench.faults.arm("run", "before", "refuse")
+    bench.told("echo one >>/root/list")
+    assert len(bench.memory.made) == 1
+    bench.told("cat /root/list")
+    assert bench.episode.ledger.steps[-1].observation == "one\n"
+    assert bench.episode.telemetry.recoveries == []
+
+
+@pytest.mark.parametrize(("when", "kind"), [("before", "hang"), ("middle", "kill"), ("after", "refuse")])
+def test_what_may_have_begun_is_run_again_in_the_state_before_it(bench: Bench, when: str, kind: str) -> None:
+    bench.told("echo one >>/root/list")
+    bench.faults.arm("run", when, kind)
+    bench.told("echo two >>/root/list", "cat /root/list")
+    assert bench.episode.ledger.steps[-1].observation == "one\ntwo\n"
+    assert len(bench.episode.telemetry.recoveries) == 1
+
+
+def test_an_action_that_takes_its_sandbox_down_each_time_is_to_blame(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.told("A=1")
+    original = FaultySandbox.run
+
+    def run(sandbox: FaultySandbox, command: str, *, timeout_s: float | None = None) -> Any:
+        if command == "A=2":
+            sandbox.kill()
+            raise SandboxGone("killed", begun=True)
+        return original(sandbox, command, timeout_s=timeout_s)
+
+    monkeypatch.setattr(FaultySandbox, "run", run)
+    with pytest.raises(RecoveryFailed, match=f"down {ACTION_ATTEMPTS} times"):
+        bench.episode.step("A=2")
+    bench.told("echo $A")
+    assert [step.observation for step in bench.episode.ledger.steps] == ["", "1\n"]
+
+
+def test_forks_of_an_episode_with_a_rollback_to_tell_are_told_too(bench: Bench) -> None:
+    """They used to go on with a context that their sandboxes contradicted."""
+    bench.told("A=1", RANDOM, "echo $A")
+    bench.episode.sandbox.kill()
+    forks = bench.episode.fork(2)
+    try:
+        for episode in (bench.episode, *forks):
+            told = episode.step("echo $A")
+            assert isinstance(told, Rollback)
+            assert told.to_step == 1
+            after = episode.step("echo $A")
+            assert isinstance(after, Step)
+            assert (after.number, after.observation) == (2, "1\n")
+    finally:
+        for fork in forks:
+            fork.close()
