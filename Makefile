@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo fmt lint types test test-slow bench check clean
+.PHONY: setup demo fmt lint types test test-slow test-nightly bench check clean
 
 setup: $(VENV)/.installed
 	@$(BIN)/belayer setup
@@ -30,7 +30,11 @@ test: lint types setup
 	$(BIN)/pytest -m "not slow"
 
 test-slow: setup
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not nightly"
+
+# Chaos with 300 faults, and the state machines at length.
+test-nightly: setup
+	$(BIN)/pytest -m nightly
 
 bench: setup
 	$(BIN)/belayer bench checkpoint

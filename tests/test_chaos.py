@@ -128,6 +128,7 @@ def test_no_agent_can_tell(store: Path, image: str, standby: bool) -> None:
 
 @pytest.mark.criu
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("standby", [False, True])
 def test_no_agent_can_tell_at_length(store: Path, image: str, standby: bool) -> None:

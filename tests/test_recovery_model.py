@@ -364,6 +364,7 @@ def test_whatever_befalls_it_the_state_is_what_the_ledger_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_whatever_befalls_it_the_state_is_what_the_ledger_says_at_length() -> None:
     long = settings(MODEL, max_examples=3000, stateful_step_count=40)
@@ -414,6 +415,7 @@ def test_real_sandboxes_keep_the_same_rules(real_machine: type[EpisodeMachine]) 
 
 @pytest.mark.criu
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_real_sandboxes_keep_the_same_rules_at_length(real_machine: type[EpisodeMachine]) -> None:
     long = settings(REAL, max_examples=300, stateful_step_count=15)
