@@ -209,7 +209,8 @@ def test_a_background_job_shows_when_it_starts_works_or_ends(box: Watched) -> No
 @runc
 def test_a_connection_that_a_sleeping_server_has_not_taken_shows(box: Watched) -> None:
     server = "import socket, time\ns = socket.create_server(('127.0.0.1', 8080))\ntime.sleep(100)"
-    box.run(f'python3 -c "{server}" & sleep 0.5')
+    listening = "grep -q ':1F90 .* 0A ' /proc/net/tcp"
+    box.run(f'python3 -c "{server}" & until {listening}; do sleep 0.05; done; sleep 0.1')
     before = box.known()
     assert box.known() == before
     box.run("exec 3<>/dev/tcp/127.0.0.1/8080; exec 3<&-")
