@@ -25,7 +25,7 @@ runc = pytest.mark.parametrize("runtime", [pytest.param("runc", marks=pytest.mar
 
 SETUP = """
 touch /tmp/mine
-mkdir -p /work/repo && cd /work/repo && git init -q . && git config user.email a@b.c && git config user.name a
+mkdir -p /srv/repo && cd /srv/repo && git init -q . && git config user.email a@b.c && git config user.name a
 printf 'def test_it():\\n    assert 1\\n' > test_it.py && printf 'one\\ntwo\\n' > file && ln -s file link
 git add . && git commit -qm first && sleep 1.1 && git status
 cat > mapped.py <<'END'
@@ -102,7 +102,7 @@ def long_lived(shared_sandboxes: Sandboxes) -> Watched:
 
 @pytest.fixture
 def box(long_lived: Watched) -> Iterator[Watched]:
-    long_lived.run("cd /work/repo")
+    long_lived.run("cd /srv/repo")
     yield long_lived
     long_lived.run("exec 5<&- 6<&- 7<&-; kill -9 $(jobs -p); wait; ulimit -S -n hard; rm -f pipe; true")
 
@@ -209,7 +209,8 @@ def test_a_background_job_shows_when_it_starts_works_or_ends(box: Watched) -> No
 @runc
 def test_a_connection_that_a_sleeping_server_has_not_taken_shows(box: Watched) -> None:
     server = "import socket, time\ns = socket.create_server(('127.0.0.1', 8080))\ntime.sleep(100)"
-    box.run(f'python3 -c "{server}" & sleep 0.5')
+    listening = "grep -q ':1F90 .* 0A ' /proc/net/tcp"
+    box.run(f'python3 -c "{server}" & until {listening}; do sleep 0.05; done; sleep 0.1')
     before = box.known()
     assert box.known() == before
     box.run("exec 3<>/dev/tcp/127.0.0.1/8080; exec 3<&-")
@@ -284,7 +285,7 @@ def test_a_new_shell_starts_without_what_only_the_host_compares(sandboxes: Sandb
 
 @runc
 def test_a_file_changed_again_in_the_same_tick_shows(box: Watched) -> None:
-    upper = box.sandbox.home / "layer/upper/work/repo"
+    upper = box.sandbox.home / "layer/upper/srv/repo"
     for _ in range(20):
         (upper / "racy").write_text("a")
         before = box.known()
