@@ -4,8 +4,9 @@ Its commands are a few shell commands, word for word, so that what is proven her
 sandboxes by the same tests:
 
     V=text            V=$((V+3)); echo $V      echo $V             echo text >>/root/list
-    cat /root/list    sleep 900 &              pgrep -c sleep      (exit 3)
+    cat /root/list    pgrep -c sleep           (exit 3)
     touch /root/list  sleep 999                true                echo ok
+    sleep 900 & until grep -q sleep /proc/$!/comm; do :; done
     cat /proc/sys/kernel/random/uuid | tee -a /root/list
 """
 
@@ -36,6 +37,7 @@ from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
 __all__ = [
     "RANDOM",
+    "SPAWN",
     "TIMED_OUT",
     "Faults",
     "FaultyRuntime",
@@ -48,6 +50,8 @@ __all__ = [
 
 RANDOM = "cat /proc/sys/kernel/random/uuid | tee -a /root/list"
 TIMED_OUT = "sleep 999"
+SPAWN = "sleep 900 & until grep -q sleep /proc/$!/comm; do :; done"
+"""Waits until the process is what it is called: a fork takes a moment to become it."""
 
 
 @dataclass(slots=True)
@@ -92,7 +96,7 @@ def execute(state: State, command: str, entropy: Callable[[], str]) -> ExecResul
     if match := re.fullmatch(r"echo (\w+) >>/root/list", command):
         state.lines = [*(state.lines or []), match[1]]
         return ExecResult(output="", exit_code=0)
-    if match := re.fullmatch(r"(sleep \d+) &", command):
+    if match := re.fullmatch(r"(sleep \d+) & until grep -q sleep /proc/\$!/comm; do :; done", command):
         state.processes.append(match[1])
         return ExecResult(output="", exit_code=0)
     if match := re.fullmatch(r"\(exit (\d+)\)", command):

@@ -22,7 +22,7 @@ CODE = re.compile(r"^```.*?^```$|^(?: {4}).*$|`[^`]+`", re.MULTILINE | re.DOTALL
 COMMAND = re.compile(
     r"(?:^|[\s`/])belayer ([a-z]+)((?:[ ]+(?:--?[a-z][a-z-]*|[a-z]+|[A-Z]+))*)", re.MULTILINE
 )
-CODE_COMMANDS = {"setup", "doctor", "demo", "bench", "ps", "gc", "timeline"}
+CODE_COMMANDS = {"setup", "doctor", "demo", "bench", "ps", "gc", "timeline", "chaos"}
 
 
 def programs() -> Iterator[object]:

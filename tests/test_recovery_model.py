@@ -34,6 +34,7 @@ from belayer_env.spec import Limits, Task
 from belayer_env.store import Store
 from tests.memory_sandbox import (
     RANDOM,
+    SPAWN,
     TIMED_OUT,
     Faults,
     FaultyRuntime,
@@ -54,7 +55,7 @@ DETERMINISTIC = (
     "echo one >>/root/list",
     "echo two >>/root/list",
     "cat /root/list",
-    "sleep 900 &",
+    SPAWN,
     "pgrep -c sleep",
     "(exit 3)",
 )

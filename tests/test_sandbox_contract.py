@@ -12,7 +12,7 @@ from belayer_env.errors import InvalidInput, NotText, RestoreFailed, SandboxFroz
 from belayer_env.sandbox.base import Sandbox, SandboxRuntime
 from belayer_env.sandbox.layers import LayerStore, open_layers
 from belayer_env.spec import SandboxSpec
-from tests.memory_sandbox import RANDOM, MemoryRuntime
+from tests.memory_sandbox import RANDOM, SPAWN, MemoryRuntime
 from tests.sandboxes import Sandboxes
 
 KINDS = [
@@ -55,7 +55,8 @@ def _real(name: str, layers: LayerStore, store_dir: Path) -> SandboxRuntime:
 
 
 def settle(sandbox: Sandbox) -> None:
-    for command in ("touch /root/list", "A=4", "echo one >>/root/list", "sleep 900 &", "sleep 901 &"):
+    other = SPAWN.replace("900", "901")
+    for command in ("touch /root/list", "A=4", "echo one >>/root/list", SPAWN, other):
         assert sandbox.run(command).exit_code == 0
 
 
@@ -106,7 +107,7 @@ def test_a_save_is_of_its_instant_and_the_sandbox_goes_on(made: Sandboxes) -> No
     checkpoint = made.save(sandbox)
     sandbox.run("B=later")
     sandbox.run("echo later >>/root/list")
-    sandbox.run("sleep 902 &")
+    sandbox.run(SPAWN)
     first, second = made.restore(checkpoint), made.restore(checkpoint)
     assert shown(first) == SETTLED
     first.run("A=5")
