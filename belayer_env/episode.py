@@ -83,6 +83,7 @@ class Episode:
         self._recorder = Recorder(means.store.timelines, episode_id, self.telemetry)
         self._sandbox: Sandbox | None = None
         self._untold: Rollback | None = None
+        self._standby_due: CheckpointRef | None = None
         self._burials: list[threading.Thread] = []
 
     @classmethod
@@ -123,6 +124,7 @@ class Episode:
         episode = cls(episode_id, task, means, means.store.load_ledger(episode_id))
         try:
             episode._recover()
+            episode._replenish_standby()
         except BaseException:
             episode._suspend()  # the episode itself stays: its checkpoints may serve another try
             raise
@@ -154,6 +156,7 @@ class Episode:
         waited_s = self._close_bubble()
         outcome = self._run_through(action)
         if isinstance(outcome, Rollback):
+            self._replenish_standby()
             self._recorder.look()
             return outcome
         try:
@@ -381,8 +384,7 @@ class Episode:
             )
         )
         if self._standby is not None and recovered.rung.checkpoint is not None:
-            ref = recovered.rung.checkpoint
-            self._in_background(lambda: self._prepare_standby(ref))
+            self._standby_due = recovered.rung.checkpoint
 
     def _told_of_unknown_effects(self, fault: Fault) -> Rollback:
         self._recover()
@@ -391,6 +393,12 @@ class Episode:
             to_step=len(self.ledger),
             reason=f"a fault hit the command under way ({fault}), and this task's commands are not run twice",
         )
+
+    def _replenish_standby(self) -> None:
+        """After a recovery, but not at once: its restore would race the action that has waited already."""
+        ref, self._standby_due = self._standby_due, None
+        if ref is not None:
+            self._in_background(lambda: self._prepare_standby(ref))
 
     def _prepare_standby(self, ref: CheckpointRef) -> None:
         if self._standby is not None:
@@ -427,6 +435,7 @@ class Episode:
     # -- bubbles
 
     def _open_bubble(self) -> None:
+        self._replenish_standby()
         if self._sandbox is not None and not self.terminated:
             self._checkpointer.open_bubble(self._sandbox, self.ledger)
 

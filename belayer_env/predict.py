@@ -102,6 +102,7 @@ class CostPredictor:
             raise InvalidInput(f"window counts checkpoints, 1 or more, not {window!r}")
         self._seen: deque[tuple[float, float]] = deque(maxlen=window)
         self._base_s, self._s_per_byte = BASE_COST_S, 1 / BYTES_PER_S
+        self._is_fitted = True
 
     def observe(self, size_bytes: int, seconds: float) -> None:
         """A checkpoint has been made. More than a day counts as a day.
@@ -109,13 +110,16 @@ class CostPredictor:
         Raises:
             InvalidInput: a size or time that is negative, infinite or NaN."""
         self._seen.append((_checked_bytes(size_bytes), min(_checked_s(seconds, "a cost"), _MOST_S)))
-        self._fit()
+        self._is_fitted = False
 
     def predict(self, size_bytes: int) -> float:
         """Seconds, 0 or more, and never less for more bytes.
 
         Raises:
             InvalidInput: a size that is negative, infinite or NaN."""
+        if not self._is_fitted:  # not at each observation: an episode begins with those of dozens before it
+            self._fit()
+            self._is_fitted = True
         return self._base_s + _checked_bytes(size_bytes) * self._s_per_byte
 
     def _fit(self) -> None:

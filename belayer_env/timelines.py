@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from belayer_env.disk import disk_errors
 from belayer_env.errors import InvalidInput
@@ -20,6 +21,7 @@ MOST_KEPT = 50
 """The newest so many stay. One takes about 0.5 kB a step."""
 
 FIRST_WRITE_STEPS = 8
+_WRITE_DEADLINE_S = 5.0
 GROWTH = 4
 """Written again once an episode has grown by a quarter: so a step costs the same however long it gets."""
 
@@ -99,8 +101,8 @@ class Timelines:
 
 
 class Recorder:
-    """Keeps one episode's telemetry as it grows, in a thread that no step waits for. `close` is owed; used by
-    one thread at a time."""
+    """Keeps one episode's telemetry as it grows, where no step waits for it. `close` is owed; used by one
+    thread at a time."""
 
     def __init__(self, timelines: Timelines, episode_id: str, telemetry: Telemetry) -> None:
         self._timelines = timelines
@@ -108,32 +110,66 @@ class Recorder:
         self._telemetry = telemetry
         self._due_at_step = FIRST_WRITE_STEPS
         self._num_faults = 0
-        self._writing: threading.Thread | None = None
+        self._written = threading.Event()
+        self._written.set()
         self._is_closed = False
 
     def look(self) -> None:
-        """A step has ended: write in the background if there was a fault, or enough has been done. Never
+        """A step has ended: have it written soon if there was a fault, or enough has been done. Never
         raises."""
         num_steps, num_faults = len(self._telemetry.steps), len(self._telemetry.faults)
         if num_steps < self._due_at_step and num_faults == self._num_faults:
             return
-        if self._writing is not None and self._writing.is_alive():
+        if not self._written.is_set():
             return
         self._due_at_step = num_steps + max(FIRST_WRITE_STEPS, num_steps // GROWTH)
         self._num_faults = num_faults
-        self._writing = threading.Thread(
-            target=self._write, name=f"belayer-timeline-{self._episode_id}", daemon=True
-        )
-        self._writing.start()
+        self._written.clear()
+        _WRITER.do(self._write_now_and_then)
+
+    def settle(self) -> None:
+        """Wait until what `look` began is written."""
+        self._written.wait(_WRITE_DEADLINE_S)
 
     def close(self) -> None:
         """Write it a last time, if anything happened at all. Idempotent, never raises."""
-        if self._writing is not None:
-            self._writing.join()
+        self.settle()
         if not self._is_closed and (self._telemetry.steps or self._telemetry.faults):
             self._write(is_closed=True)
         self._is_closed = True
 
-    def _write(self, *, is_closed: bool = False) -> None:
+    def _write_now_and_then(self) -> None:
+        self._write(is_closed=False)
+        self._written.set()
+
+    def _write(self, *, is_closed: bool) -> None:
         with contextlib.suppress(Exception):  # a full disk must not end an episode over its picture
             self._timelines.keep(self._episode_id, self._telemetry, is_closed=is_closed)
+
+
+class _Writer:
+    """One thread for all episodes of a process. To start one each time makes the step wait until it runs: a
+    millisecond, and dozens of them while a standby is being made beside it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Some time soon; ``work`` raises nothing."""
+        # Not there yet, or left behind in the parent by a fork. Two at once start two: that harms nobody.
+        if self._thread is None or not self._thread.is_alive():
+            self._queue = SimpleQueue()
+            self._thread = threading.Thread(
+                target=_serve, args=(self._queue,), name="belayer-timelines", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(work)
+
+
+def _serve(queue: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        queue.get()()
+
+
+_WRITER = _Writer()

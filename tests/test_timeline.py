@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -178,7 +178,7 @@ class TestRecorder:
         def written(num_steps: int) -> int:
             told.steps += [StepRecord(step=1, command_s=1, total_s=1)] * num_steps
             recorder.look()
-            _join("belayer-timeline-ep-a")
+            recorder.settle()
             return len(kept.load("ep-a").telemetry.steps) if kept.episode_ids() else 0
 
         assert written(FIRST_WRITE_STEPS - 1) == 0
@@ -226,8 +226,10 @@ class TestCommand:
             env.episode.sandbox.kill()
             env.step("echo $a")
             name = env.episode.id
-            _join(f"belayer-timeline-{name}")
             with Store(root) as store:
+                until = time.monotonic() + 10
+                while name not in store.timelines.episode_ids() and time.monotonic() < until:
+                    time.sleep(0.01)
                 assert not store.timelines.load(name).is_closed
         with Store(root) as store:
             found = store.timelines.load(name)
@@ -240,9 +242,3 @@ def belayer(*words: str) -> str:
     done = CliRunner().invoke(make_app(Settings()), words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
-
-
-def _join(name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join()

@@ -25,14 +25,16 @@ class Cage:
     Where the lot cannot be restored as one, each test cages its program alone: failures have a name."""
 
     def __init__(self, sandboxes: Sandboxes, programs: tuple[Program, ...]) -> None:
+        is_docker = sandboxes.runtime.name == "docker"
+        self._caged = [program for program in programs if not (is_docker and program.docker)]
         try:
-            first = sandboxes.reborn(start(sandboxes, *programs))
+            first = sandboxes.reborn(start(sandboxes, *self._caged))
             self._generations: tuple[Sandbox, ...] = (first, sandboxes.restore(sandboxes.save(first)))
         except (Fault, AssertionError):
             self._generations = ()
 
     def restored(self, program: Program, generation: int, alone: Sandboxes) -> Sandbox:
-        if self._generations:
+        if self._generations and program in self._caged:
             return self._generations[generation - 1]
         sandbox = start(alone, program)
         for _ in range(generation):
@@ -77,7 +79,16 @@ def by_name(program: Program) -> str:
 def test_program_goes_on_after_restores(
     cage: Cage, program: Program, generation: int, sandboxes: Sandboxes
 ) -> None:
-    check(cage.restored(program, generation, sandboxes), program)
+    if sandboxes.runtime.name == "docker" and program.docker == "no-ipv6":
+        pytest.skip("Docker gives a container without a network no ::1")
+    try:
+        restored = cage.restored(program, generation, sandboxes)
+    except CheckpointRefused as refused:
+        # What the Engine's runc cannot restore is refused by its name, and nothing is lost.
+        if (sandboxes.runtime.name, refused.cause) != ("docker", program.docker):
+            raise
+        return
+    check(restored, program)
 
 
 @pytest.mark.parametrize("program", HEAVY, ids=by_name)
@@ -116,14 +127,15 @@ def test_inotify_watcher_goes_on_or_is_refused_by_name(sandboxes: Sandboxes) -> 
 
 
 def test_tail_f_goes_on_or_is_refused_by_name(sandboxes: Sandboxes) -> None:
+    """It watches by inotify, or polls where that does not work."""
     sandbox = sandboxes.create()
     sandbox.run("echo 1 >/tmp/log; tail -f /tmp/log >/tmp/followed & sleep .2")
-    if sandboxes.runtime.name == "docker":
-        with pytest.raises(CheckpointRefused) as caught:
-            sandboxes.save(sandbox)
-        assert caught.value.cause == "inotify"
+    try:
+        restored = sandboxes.reborn(sandbox)
+    except CheckpointRefused as refused:
+        if (sandboxes.runtime.name, refused.cause) != ("docker", "inotify"):
+            raise
         return
-    restored = sandboxes.reborn(sandbox)
     restored.run("echo 2 >>/tmp/log; for i in {1..100}; do grep -q 2 /tmp/followed && break; sleep .05; done")
     assert restored.run("cat /tmp/followed").output == "1\n2\n"
 

@@ -18,7 +18,7 @@ until_true() { local i; for i in {1..200}; do "$@" >/dev/null 2>&1 && return 0; 
 # A Python program in the background; it has started once it has made /z/NAME.up.
 python() { cat >/z/$1.py; python3 /z/$1.py >/z/$1.log 2>&1 & echo $! >/z/$1.pid; until_true test -e /z/$1.up || cat /z/$1.log; }
 # Whether a file that a program keeps writing a growing number to still grows.
-grows() { local a=$(cat $1); local i; for i in {1..100}; do [ "$(cat $1)" -gt "$a" ] && { echo grows; return; }; sleep .05; done; echo "stands at $a"; }
+grows() { local i b a=$(cat $1); a=${a:-0}; for i in {1..100}; do b=$(cat $1); [ "${b:-0}" -gt $a ] && { echo grows; return; }; sleep .05; done; echo "stands at $a"; }
 ask() { echo "$2" >/z/$1.in; timeout 5 head -n1 /z/$1.out; }
 cat >/z/talk.py <<'P'
 # For a program that answers questions: each line read from NAME.in is answered by a line written to NAME.out.
@@ -45,23 +45,25 @@ export PYTHONPATH=/z
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One program. See the module."""
+    """One program. ``docker``: the cause with which Docker may refuse to checkpoint it; "no-ipv6" where it
+    cannot even run."""
 
     name: str
     start: str
     check: str
     expect: str
+    docker: str = ""
 
 
 def _python(name: str, source: str) -> str:
     return f"python {name} <<'SOURCE_END'\nfrom talk import serve, tick\n{source}\nSOURCE_END"
 
 
-def _talker(name: str, setup: str, answer: str, expect: str) -> Program:
+def _talker(name: str, setup: str, answer: str, expect: str, docker: str = "") -> Program:
     """A Python program that sets something up and, when asked, says how it is."""
     body = "\n".join("    " + line for line in answer.splitlines())
     source = f"{setup}\ndef answer(question):\n{body}\nserve('{name}', answer)"
-    return Program(name, _python(name, source), f"ask {name} how", expect)
+    return Program(name, _python(name, source), f"ask {name} how", expect, docker)
 
 
 PROGRAMS: tuple[Program, ...] = (
@@ -105,19 +107,27 @@ PROGRAMS: tuple[Program, ...] = (
         "grows",
     ),
     # -- files
-    Program("flock", "exec {ZL}>/z/lock; flock $ZL", "flock -n /z/lock true || echo held", "held"),
+    Program(
+        "flock",
+        "exec {ZL}>/z/lock; flock $ZL",
+        "flock -n /z/lock true || echo held",
+        "held",
+        docker="file-lock",
+    ),
     _talker(
         "fcntl-lock",
         "import fcntl\nf = open('/z/posix.lock', 'w'); fcntl.lockf(f, fcntl.LOCK_EX)",
         "import subprocess\nreturn subprocess.run(['python3', '-c', 'import fcntl; fcntl.lockf(open(\"/z/posix.lock\", \"w\"), "
         "fcntl.LOCK_EX | fcntl.LOCK_NB)'], stderr=-3).returncode",
         "1",
+        docker="file-lock",
     ),
     Program(
         "lock-waiter",
         "exec {ZW}>/z/lock2; flock $ZW; (flock /z/lock2 sh -c 'echo got >/z/got'; exec sleep 7003) & sleep .1",
         "test -e /z/got || { flock -u $ZW; until_true test -e /z/got; }; cat /z/got",
         "got",
+        docker="file-lock",
     ),
     Program(
         "deleted-file",
@@ -193,6 +203,7 @@ PROGRAMS: tuple[Program, ...] = (
         "o = sqlite3.connect('/z/wal.db')\n"
         "return [d.execute('select count(*) from t').fetchone()[0] for d in (c, o)], c.in_transaction",
         "([2, 1], True)",
+        docker="file-lock",
     ),
     # -- tmpfs and shared memory
     Program(
@@ -256,6 +267,7 @@ while True:
         ),
         "grows /z/tcp.n",
         "grows",
+        docker="tcp-connection",
     ),
     _talker(
         "tcp-bytes-under-way",
@@ -263,12 +275,14 @@ while True:
         "c.sendall(b'under way' * 1000)",
         "d.settimeout(5); p = d.recv(9000, socket.MSG_PEEK)\nreturn len(p), p[:9]",
         "(9000, b'under way')",
+        docker="tcp-connection",
     ),
     _talker(
         "tcp6",
         "import socket\ns = socket.create_server(('::1', 5003), family=socket.AF_INET6)",
         "c = socket.create_connection(('::1', 5003), 5); d, _ = s.accept(); c.sendall(b'six')\nreturn d.recv(3)",
         "b'six'",
+        docker="no-ipv6",
     ),
     _talker(
         "tcp-half-closed",
@@ -276,6 +290,7 @@ while True:
         "c.shutdown(socket.SHUT_WR)",
         "d.settimeout(5); e = d.recv(1); d.sendall(b'r'); c.settimeout(5)\nreturn e, c.recv(1)",
         "(b'', b'r')",
+        docker="tcp-connection",
     ),
     _talker(
         "udp",
@@ -394,6 +409,7 @@ while True:
         "setpriv --reuid 1000 --regid 1000 --clear-groups sleep 7005 &",
         "ps -o uid=,gid= -p $(pgrep -fx 'sleep 7005') | tr -s ' '",
         " 1000 1000",
+        docker="foreign-user",
     ),
     Program(
         "own-session",
