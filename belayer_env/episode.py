@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from belayer_env.checkpoint import CheckpointRef
 from belayer_env.checkpointer import Checkpointer
 from belayer_env.errors import (
+    BelayerError,
     CheckpointRefused,
     Fault,
     ForeignCheckpoint,
@@ -162,8 +163,10 @@ class Episode:
         try:
             self._store.append_step(self.id, outcome)
         except BaseException:
-            # The action had effects that no ledger holds.
+            # The action had effects that no ledger holds. (One that was interrupted may hold it after all.)
             self._drop_sandbox()
+            with contextlib.suppress(BelayerError):
+                self._store.cut_ledger(self.id, len(self.ledger))
             raise
         self.ledger.append(outcome)
         self.terminated = outcome.terminated
@@ -221,9 +224,13 @@ class Episode:
         self._close_bubble()
         self._checkpointer.settle()
         sandbox = self._recovery.restored(ref)
+        try:
+            self.ledger = self._store.rewind_ledger(ref)
+        except BaseException:
+            sandbox.destroy()
+            raise
         self._drop_sandbox()
         self._sandbox = sandbox
-        self.ledger = self._store.rewind_ledger(ref)
         self.terminated = _is_terminated(self.ledger)
         self._untold = None
         self._checkpointer.stand_on(ref, ref.step)
@@ -360,17 +367,15 @@ class Episode:
         started_s = self.telemetry.now_s()
         self._checkpointer.settle()  # the checkpoint being published may be the best rung
         recovered = self._recovery.recover(self.ledger, self._standby)
+        if recovered.rollback is not None:
+            try:
+                self._cut(recovered.rollback)
+            except BaseException:
+                # A sandbox behind its ledger, and nobody told: the next step begins once more.
+                recovered.sandbox.destroy()
+                raise
         self._sandbox = recovered.sandbox
         num_replayed = recovered.step - recovered.rung.step
-        if recovered.rollback is not None:
-            self._store.cut_ledger(self.id, recovered.step)
-            self._store.forget_after(self.id, recovered.step)
-            self.ledger.cut(recovered.step)
-            self.terminated = _is_terminated(self.ledger)
-            earlier = self._untold
-            # Two in a row before anybody was told: the shorter prefix is what holds.
-            if earlier is None or recovered.step < earlier.to_step:
-                self._untold = recovered.rollback
         self._checkpointer.stand_on(recovered.rung.checkpoint, recovered.rung.step)
         self.telemetry.recoveries.append(
             RecoveryRecord(
@@ -385,6 +390,19 @@ class Episode:
         )
         if self._standby is not None and recovered.rung.checkpoint is not None:
             self._standby_due = recovered.rung.checkpoint
+
+    def _cut(self, rollback: Rollback) -> None:
+        """Make the ledger the prefix that could be had again, and keep the rollback to tell."""
+        self._store.cut_ledger(self.id, rollback.to_step)
+        self.ledger.cut(rollback.to_step)
+        self.terminated = _is_terminated(self.ledger)
+        # Two in a row before anybody was told: the shorter prefix is what holds.
+        if self._untold is None or rollback.to_step < self._untold.to_step:
+            self._untold = rollback
+        with contextlib.suppress(Fault):
+            self._store.forget_after(
+                self.id, rollback.to_step
+            )  # they are listed no more; this is for their room
 
     def _told_of_unknown_effects(self, fault: Fault) -> Rollback:
         self._recover()

@@ -20,6 +20,7 @@ from belayer_env.errors import (
     SandboxFrozen,
     SandboxGone,
     SandboxHung,
+    StoreFull,
     TaskSetupFailed,
 )
 from belayer_env.ledger import Step
@@ -331,3 +332,62 @@ def test_forks_of_an_episode_with_a_rollback_to_tell_are_told_too(bench: Bench) 
     finally:
         for fork in forks:
             fork.close()
+
+
+@pytest.mark.parametrize("call", ["cut_ledger", "forget_after"])
+def test_a_full_disk_at_a_rollback_never_leaves_a_sandbox_behind_its_ledger(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It used to: the step failed, and the next one ran in the state of a prefix that nobody was told of."""
+    bench.told("A=1", RANDOM, "A=2")
+    bench.episode.sandbox.kill()
+
+    def full(*args: Any) -> None:
+        raise StoreFull("no room")
+
+    monkeypatch.setattr(Store, call, full)
+    told: object = None
+    with contextlib.suppress(StoreFull):
+        told = bench.episode.step("echo $A")
+    monkeypatch.undo()
+    told = told or bench.episode.step("echo $A")
+    assert isinstance(told, Rollback)
+    assert told.to_step == 1
+    bench.told("echo $A")
+    assert [step.observation for step in bench.episode.ledger.steps] == ["", "1\n"]
+
+
+def test_a_restore_whose_ledger_cannot_be_written_changes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.told("A=1")
+    ref = bench.episode.checkpoint()
+    bench.told("A=2")
+
+    def full(*args: Any) -> None:
+        raise StoreFull("no room")
+
+    monkeypatch.setattr(Store, "rewind_ledger", full)
+    with pytest.raises(StoreFull):
+        bench.episode.restore(ref)
+    monkeypatch.undo()
+    bench.told("echo $A")
+    assert [step.observation for step in bench.episode.ledger.steps] == ["", "", "2\n"]
+
+
+def test_an_interrupt_after_the_ledger_was_written_leaves_no_untold_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step used to be refused, as it did not follow the one on disk."""
+    original = Store.append_step
+
+    def interrupted(*args: Any) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "append_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.episode.step("A=1")
+    monkeypatch.undo()
+    bench.told("echo $A")
+    assert [step.observation for step in bench.episode.ledger.steps] == ["\n"]

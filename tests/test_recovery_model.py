@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from belayer_env.checkpoint import CheckpointRef
 from belayer_env.episode import Episode, Means
 from belayer_env.errors import Fault, SandboxGone, StoreFull
-from belayer_env.ledger import Step
+from belayer_env.ledger import Ledger, Step
 from belayer_env.policy import parse_policy
 from belayer_env.rollback import Rollback
 from belayer_env.runtimes import open_runtime
@@ -86,23 +86,44 @@ class FullStore(Store):
         self.full: set[str] = set()
 
     def publish(self, staging: Path, **facts: Any) -> CheckpointRef:
-        if "publish" in self.full:
-            self.full.discard("publish")
+        try:
+            self._use_disk("publish")
+        except StoreFull:
             self.layers.drop(staging)
-            raise StoreFull("no room")
+            raise
         return super().publish(staging, **facts)
 
     def append_step(self, episode_id: str, step: Step) -> None:
-        if "append_step" in self.full:
-            self.full.discard("append_step")
-            raise StoreFull("no room")
+        self._use_disk("append_step")
         super().append_step(episode_id, step)
 
+    def cut_ledger(self, episode_id: str, to_step: int) -> None:
+        self._use_disk("cut_ledger")
+        super().cut_ledger(episode_id, to_step)
+
+    def rewind_ledger(self, ref: CheckpointRef) -> Ledger:
+        self._use_disk("rewind_ledger")
+        return super().rewind_ledger(ref)
+
+    def forget_after(self, episode_id: str, step: int) -> None:
+        self._use_disk("forget_after")
+        super().forget_after(episode_id, step)
+
+    def cover(self, checkpoint_id: str, step: int) -> None:
+        self._use_disk("cover")
+        super().cover(checkpoint_id, step)
+
     def new_home(self, episode_id: str | None, runtime: str) -> Path:
-        if "new_home" in self.full:
-            self.full.discard("new_home")
-            raise StoreFull("no room")
+        self._use_disk("new_home")
         return super().new_home(episode_id, runtime)
+
+    def _use_disk(self, call: str) -> None:
+        if call in self.full:
+            self.full.discard(call)
+            raise StoreFull("no room")
+
+
+WRITES = ("publish", "append_step", "cut_ledger", "rewind_ledger", "forget_after", "cover", "new_home")
 
 
 def expected_state(told: list[Told]) -> State:
@@ -244,7 +265,7 @@ class EpisodeMachine(RuleBasedStateMachine):
         if len(self.faults.armed) < 2:  # three at one rung, and it is the rung that is to blame
             self.faults.arm(*point, kind)
 
-    @rule(call=st.sampled_from(["publish", "append_step", "new_home"]))
+    @rule(call=st.sampled_from(WRITES))
     def fill_disk(self, call: str) -> None:
         if len(self.faults.armed) < 2:
             self.store.full = {call}
