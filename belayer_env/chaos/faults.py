@@ -26,7 +26,7 @@ _SHELL_SCRIPTS = ("/belayer/loop.bash", "/belayer/loop.sh")
 _HOG_ROOM = 4 * MIB
 _HOG_SIZE = 128 * MIB
 _HOG_DEADLINE_S = 10.0
-_DEATH_S = 5.0
+_DEATH_S = 1.0
 
 
 @runtime_checkable
@@ -75,12 +75,14 @@ def run_out_of_memory(sandbox: Sandbox, cgroup: Cgroup) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(hog.pid, signal.SIGKILL)
         hog.wait()
-    if not cgroup.is_frozen():
-        wait_dead(sandbox)
-    # The killer may have taken somebody else as well, or instead: what is left is not what it was.
-    if sandbox.is_alive():
-        sandbox.kill()
-    return True
+    if cgroup.is_frozen():
+        return True  # it dies as it thaws
+    wait_dead(sandbox)
+    if not sandbox.is_alive():
+        return True
+    # The killer took somebody else instead: what is left is not what it was, and no such fault either.
+    sandbox.kill()
+    return False
 
 
 def freeze(sandbox: Sandbox, cgroup: Cgroup) -> bool:
