@@ -177,8 +177,7 @@ class Container:
 
         def write_all() -> None:
             # Of the same instant: once thawed, a job may let go of its FIFO, and the FIFO goes.
-            instant["late_fifos"] = channel.late_fifos()
-            instant["shell_state"] = channel.shell_state().hex()
+            instant.update(channel.contents().to_json())
             write()
 
         try:
