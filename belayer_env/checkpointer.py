@@ -30,7 +30,7 @@ KEPT_CHECKPOINTS = 2
 """Of those the policy made: the newest, and one to fall back on should it be damaged."""
 
 MOST_SKIPPED_BUBBLES = 16
-_BUBBLES, _COSTS, _FAULTS = "bubbles", "checkpoint_costs", "faults"
+_COSTS, _FAULTS = "checkpoint_costs", "faults"
 _KEPT_FACTS = 64
 FORCED_PATIENCE_S = 30.0
 """How long a checkpoint that must be waits for its turn on a busy host."""
@@ -71,7 +71,9 @@ class Checkpointer:
         self._on_published = on_published
         self.foothold: Foothold | None = None
         self.sandbox_lost = False
-        self.bubbles = BubblePredictor(store.fact(_BUBBLES) or ())
+        # Of this task only: a test's bubbles of no length say nothing about an agent's.
+        self._bubbles_fact = f"bubbles {task.digest}"
+        self.bubbles = BubblePredictor(store.fact(self._bubbles_fact) or ())
         self._costs = CostPredictor()
         for size_bytes, seconds in store.fact(_COSTS) or ():
             self._costs.observe(size_bytes, seconds)
@@ -169,7 +171,8 @@ class Checkpointer:
         self._is_closed = True
         with contextlib.suppress(Exception):
             store = self._store
-            store.remember(_BUBBLES, [*(store.fact(_BUBBLES) or ()), *self.bubbles.recent][-_KEPT_FACTS:])
+            known = store.fact(self._bubbles_fact) or ()
+            store.remember(self._bubbles_fact, [*known, *self.bubbles.recent][-_KEPT_FACTS:])
             store.remember(_COSTS, [*(store.fact(_COSTS) or ()), *self._new_costs][-_KEPT_FACTS:])
             watched = store.fact(_FAULTS) or {"faults": 0, "seconds": 0.0}
             watched["faults"] += len(self._telemetry.faults)

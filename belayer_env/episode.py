@@ -19,6 +19,7 @@ from belayer_env.checkpoint import CheckpointRef
 from belayer_env.checkpointer import Checkpointer
 from belayer_env.errors import (
     BelayerError,
+    CheckpointCorrupt,
     CheckpointRefused,
     Fault,
     ForeignCheckpoint,
@@ -236,17 +237,23 @@ class Episode:
         self._checkpointer.stand_on(ref, ref.step)
 
     def fork(self, n: int, open_store: Callable[[], Store] | None = None) -> list[Episode]:
-        """``n`` episodes from one instant, now: each with a sandbox, a ledger (the same so far) and a
-        lifetime of its own, restored in parallel from one checkpoint. This episode goes on as before.
-        ``open_store``: opens this episode's store once more, for a fork that is to outlive it.
+        """``n`` episodes from one instant, now (of the checkpoint that this bubble has, if it has one): each
+        with a sandbox, a ledger (the same so far) and a lifetime of its own, restored in parallel from one
+        checkpoint. This episode goes on as before. ``open_store``: opens this episode's store once more, for
+        a fork that is to outlive it.
 
         Raises:
             InvalidInput: ``n`` is below 1.
             Fault: the checkpoint or a restore failed; then there is no fork at all."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InvalidInput(f"fork(n) takes a whole number of envs, 1 or more, not {n!r}")
-        ref = self.checkpoint(pinned=False)
-        verified = self._recovery.verified(ref)
+        ref = self._checkpoint_of_now() or self.checkpoint(pinned=False)
+        try:
+            verified = self._recovery.verified(ref)
+        except CheckpointCorrupt as error:
+            self._note_fault(error)
+            ref = self.checkpoint(pinned=False)
+            verified = self._recovery.verified(ref)
         forks: list[Episode] = []
         try:
             for _ in range(n):
@@ -269,6 +276,16 @@ class Episode:
                 fork.close()
             raise
         return forks
+
+    def _checkpoint_of_now(self) -> CheckpointRef | None:
+        """The one that was taken since the last step, or is that step's state: it has to be taken only
+        once."""
+        self._close_bubble()
+        self._checkpointer.settle()
+        foothold = self._checkpointer.foothold
+        if self._sandbox is None or foothold is None or foothold.step != len(self.ledger):
+            return None
+        return foothold.ref
 
     def hint_bubble(self, seconds: float) -> None:
         """What a rollout client knows of the wait under way: seconds from now until the next action.

@@ -86,7 +86,7 @@ class TestRecoveryFigures:
         assert report["ratios"]["replay_over_restore"] == pytest.approx(30.1 / 0.21, abs=1e-3)
         assert report["ratios"]["replay_over_standby"] == pytest.approx(3010)
         assert report["ratios"]["fork8_over_restore"] == pytest.approx(4.0)
-        assert report["ratios"]["fork8_restores_over_restore"] == pytest.approx(0.64 / 0.21, abs=1e-3)
+        assert report["ratios"]["fork8_with_checkpoint_over_restore"] == pytest.approx(1.04 / 0.21, abs=1e-3)
 
     def test_each_target_is_checked_in_its_direction(self) -> None:
         checks = summarise(comebacks(), {}, MACHINE).to_json()["checks"]

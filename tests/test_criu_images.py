@@ -1,4 +1,4 @@
-"""What we change in CRIU's inventory: one bit or nothing; and that talks go on after a restore."""
+"""What we change in what CRIU wrote: one bit of its inventory, and timers at rest; and that talks go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from belayer_env.sandbox import criu
 from belayer_env.sandbox.base import SandboxRuntime
-from belayer_env.sandbox.criu_images import ImageUnknown, as_dumped_from_outside
+from belayer_env.sandbox.criu_images import ImageUnknown, as_dumped_from_outside, with_timers_armed
 from tests.sandboxes import Sandboxes
 
 # Written by CRIU 4.2.1: img_version, fdinfo_per_id, root_ids (net_ns_id 3), ..., dump_uuid.
@@ -91,6 +91,34 @@ def test_another_header_is_refused() -> None:
     for wrong in (INVENTORY[:4], INVENTORY[1:], INVENTORY + b"\0", b"\0" + INVENTORY[1:]):
         with pytest.raises(ImageUnknown):
             as_dumped_from_outside(wrong)
+
+
+def test_only_a_periodic_timer_at_rest_is_armed() -> None:
+    def itimer(isec: int, iusec: int, vsec: int, vusec: int) -> bytes:
+        return bytes([0x08, isec, 0x10, iusec, 0x18, vsec, 0x20, vusec])
+
+    def framed(timers: bytes) -> bytes:
+        task = bytes([0x3A, len(timers)]) + timers  # task_core_entry.timers
+        core = bytes([0x08, 1, 0x1A, len(task)]) + task  # core_entry.mtype and .tc
+        return struct.pack("<III", 0x54564319, 0x55053847, len(core)) + core
+
+    off, ticking, at_rest = itimer(0, 0, 0, 0), itimer(0, 5, 0, 3), itimer(1, 0, 0, 0)
+    posix = bytes([0x38, 0, 0x40, 9, 0x48, 0, 0x50, 0])
+    tags = (0x0A, 0x12, 0x1A, 0x22)
+    before = framed(
+        b"".join(
+            bytes([tag, len(t)]) + t for tag, t in zip(tags, (off, ticking, at_rest, posix), strict=True)
+        )
+    )
+    after = with_timers_armed(before)
+    assert [(i, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b] == [
+        (before.index(at_rest) + 7, 1),
+        (before.index(posix) + 7, 1),
+    ]
+    assert with_timers_armed(after) == after
+    for broken in (before[:-1], b"", before[4:], before + b"\x01"):
+        with pytest.raises(ImageUnknown):
+            with_timers_armed(broken)
 
 
 @given(st.binary(max_size=60))
@@ -172,3 +200,42 @@ def test_only_a_dump_from_inside_enters_the_namespace(tmp_path: Path) -> None:
     inside = dataclasses.replace(outside, from_inside=True)
     assert outside.argv()[0] == "/criu"
     assert inside.argv() == ["nsenter", "--net=/proc/7/ns/net", *outside.argv()]
+
+
+TICKERS = """\
+import ctypes, os, select, signal, struct
+libc, counts = ctypes.CDLL(None), [0, 0, 0]
+def tick(i):
+    counts[i] += 1
+    open(f"/root/t{i}", "w").write(str(counts[i]))
+signal.signal(signal.SIGALRM, lambda *_: tick(0))
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+often = struct.pack("qqqq", 0, 20_000_000, 0, 20_000_000)
+fd = libc.timerfd_create(1, 0o4000)
+libc.timerfd_settime(fd, 0, often, None)
+signal.signal(signal.SIGUSR1, lambda *_: tick(2))
+timer = ctypes.c_void_p()
+libc.timer_create(1, struct.pack("Qii48x", 0, signal.SIGUSR1, 0), ctypes.byref(timer))
+libc.timer_settime(timer, 0, often, None)
+while True:
+    try:
+        if select.select([fd], [], [], 1)[0]:
+            os.read(fd, 8)
+            tick(1)
+    except (InterruptedError, BlockingIOError):
+        pass
+"""
+
+
+def test_periodic_timers_that_ran_out_in_the_pause_go_on(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run(
+        f"cat >/root/p.py <<'E'\n{TICKERS}E\npython3 /root/p.py & until test -s /root/t2; do sleep .1; done"
+    )
+    for _ in range(3):
+        sandbox = sandboxes.reborn(sandbox)
+        moved = (
+            "a=$(cat /root/t$i); for n in {1..50}; do sleep .1; test $(cat /root/t$i) -gt $a && break; done"
+        )
+        result = sandbox.run(f"for i in 0 1 2; do {moved}; echo $n; done")
+        assert "50" not in result.output.split()

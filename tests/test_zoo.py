@@ -179,6 +179,22 @@ def test_traced_process_is_refused_quickly_and_by_name(sandboxes: Sandboxes, deb
     sandboxes.save(sandbox)
 
 
+def test_posix_lock_on_a_mapped_file_is_refused_by_name(sandboxes: Sandboxes) -> None:
+    """CRIU would restore it without the lock. SQLite's WAL mode holds one as long as a connection is open."""
+    sandbox = sandboxes.create()
+    program = (
+        "import sqlite3, time; c = sqlite3.connect('/root/wal.db', isolation_level=None); "
+        "c.execute('pragma journal_mode=wal'); c.execute('create table t(x)'); c.execute('begin'); "
+        "c.execute('insert into t values (1)'); open('/root/up', 'w').close(); time.sleep(900)"
+    )
+    sandbox.run(f'python3 -c "{program}" & until test -e /root/up; do sleep .05; done')
+    with pytest.raises(CheckpointRefused, match=r"wal\.db-shm") as caught:
+        sandboxes.save(sandbox)
+    assert caught.value.cause == "locked-mapping"
+    sandbox.run("pkill python3; wait")
+    assert sandboxes.reborn(sandbox).run("ls /root/up").output == "/root/up\n"
+
+
 def test_stopped_process_stays_so_or_is_refused_quickly_and_by_name(sandboxes: Sandboxes) -> None:
     """A v1 freezer holds a stopped process so fast that CRIU cannot seize it."""
     sandbox = sandboxes.create()

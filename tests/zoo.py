@@ -196,15 +196,6 @@ PROGRAMS: tuple[Program, ...] = (
         "s = os.stat(p)\nreturn os.getxattr(p, 'user.k'), s.st_uid, s.st_gid, oct(s.st_mode)",
         "(b'v', 5, 6, '0o104751')",
     ),
-    _talker(
-        "sqlite-wal",
-        "import sqlite3\nc = sqlite3.connect('/z/wal.db', isolation_level=None); c.execute('pragma journal_mode=wal')\n"
-        "c.execute('create table t(x)'); c.execute('insert into t values (1)'); c.execute('begin'); c.execute('insert into t values (2)')",
-        "o = sqlite3.connect('/z/wal.db')\n"
-        "return [d.execute('select count(*) from t').fetchone()[0] for d in (c, o)], c.in_transaction",
-        "([2, 1], True)",
-        docker="file-lock",
-    ),
     # -- tmpfs and shared memory
     Program(
         "dev-shm-file",

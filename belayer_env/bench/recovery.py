@@ -36,8 +36,8 @@ NOTES = {
     "standby": "a swap with the paused clone, which is thawed and proven to answer",
     "..._answered": "the whole step that met the fault, its own command answered and in the ledger; the "
     "ratios are of these",
-    "fork8": f"env.fork({FORKS}) with the checkpoint it begins with, until all have answered a step",
-    "fork8_restores": "the same without that checkpoint",
+    "fork8": f"env.fork({FORKS}) in a bubble whose checkpoint is there, until all have answered a step",
+    "fork8_with_checkpoint": "the same where the fork has to take that checkpoint first",
 }
 
 
@@ -51,7 +51,7 @@ class Comeback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """One fork: the call, of that its checkpoint, and until all forks had answered."""
+    """One fork: the checkpoint before it, the call, and from the call on until all forks had answered."""
 
     call_s: float
     checkpoint_s: float
@@ -128,11 +128,11 @@ def figures(found: Comebacks) -> tuple[dict[str, float], dict[str, float]]:
     }
     if found.forks:
         whole = statistics.median(fork.answered_s for fork in found.forks)
-        restores = statistics.median(fork.answered_s - fork.checkpoint_s for fork in found.forks)
+        taken = statistics.median(fork.answered_s + fork.checkpoint_s for fork in found.forks)
         medians["fork8_ms"] = 1000 * whole
-        medians["fork8_restores_ms"] = 1000 * restores
+        medians["fork8_with_checkpoint_ms"] = 1000 * taken
         ratios["fork8_over_restore"] = whole / answered["restore"]
-        ratios["fork8_restores_over_restore"] = restores / answered["restore"]
+        ratios["fork8_with_checkpoint_over_restore"] = taken / answered["restore"]
     return medians, ratios
 
 
@@ -173,6 +173,8 @@ def _back_to(env: ContainerEnv, mark: CheckpointRef) -> None:
 
 def _fork(env: ContainerEnv) -> Forked:
     env.episode.settle()
+    env.checkpoint()
+    checkpoint_s = env.telemetry.checkpoints[-1].total_s
     started = time.monotonic()
     forks = env.fork(FORKS)
     call_s = time.monotonic() - started
@@ -184,4 +186,4 @@ def _fork(env: ContainerEnv) -> Forked:
             answered_s = time.monotonic() - started
         finally:
             list(pool.map(ContainerEnv.close, forks))
-    return Forked(call_s=call_s, checkpoint_s=env.telemetry.checkpoints[-1].total_s, answered_s=answered_s)
+    return Forked(call_s=call_s, checkpoint_s=checkpoint_s, answered_s=answered_s)

@@ -97,7 +97,7 @@ class Cgroup:
 
         Raises:
             RuntimeFailed: a controller refuses, or is not there."""
-        v2 = UNIFIED in self.paths
+        v2 = UNIFIED in self.paths and "memory" not in self.paths  # v1 hosts may have a v2 tree beside
         memory = self.paths[UNIFIED] if v2 else self.paths.get("memory", _ROOT / "memory")
         controls = {
             memory / ("memory.max" if v2 else "memory.limit_in_bytes"): str(memory_bytes),

@@ -26,7 +26,7 @@ from belayer_env.errors import (
 from belayer_env.sandbox import changes, criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
-from belayer_env.sandbox.procs import ProcStat, read_procs
+from belayer_env.sandbox.procs import ProcStat, locked_mapping, read_procs
 from belayer_env.sandbox.shell import ShellChannel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
@@ -177,8 +177,7 @@ class Container:
 
         def write_all() -> None:
             # Of the same instant: once thawed, a job may let go of its FIFO, and the FIFO goes.
-            instant["late_fifos"] = channel.late_fifos()
-            instant["shell_state"] = channel.shell_state().hex()
+            instant.update(channel.contents().to_json())
             write()
 
         try:
@@ -186,6 +185,7 @@ class Container:
             if tier is Tier.FULL:
                 self._refuse_traced()
                 self._refuse_stopped()
+                self._refuse_locked_mapping()
             settle()
             before = self._look() if with_fingerprint else None
             pause_s = self._frozen(write_all)
@@ -325,6 +325,21 @@ class Container:
                 cause="stopped",
                 culprit=name,
                 pid=stopped.pid,
+            )
+
+    def _refuse_locked_mapping(self) -> None:
+        """CRIU sets a POSIX lock again, and then closes the descriptor by which it has mapped the file: as
+        the kernel has it, that lets go of the lock. Another process could then write in between."""
+        found = locked_mapping(self.cgroup.pids())
+        if found is not None:
+            pid, path = found
+            raise CheckpointRefused(
+                f"the sandbox cannot be checkpointed: a process holds a POSIX lock on {path}, which it has "
+                "mapped too (as SQLite does in WAL mode), and the lock would not come back; "
+                "let it close the file",
+                cause="locked-mapping",
+                culprit=path,
+                pid=pid,
             )
 
     def _frozen(self, act: Callable[[], None]) -> float:

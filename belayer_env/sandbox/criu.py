@@ -21,7 +21,7 @@ from pathlib import Path
 
 from belayer_env.errors import CheckpointRefused, RestoreFailed
 from belayer_env.host.command import search_path
-from belayer_env.sandbox.criu_images import ImageUnknown, as_dumped_from_outside
+from belayer_env.sandbox.criu_images import ImageUnknown, as_dumped_from_outside, with_timers_armed
 from belayer_env.sandbox.criu_log import refusal, restore_failure
 from belayer_env.sandbox.mounts import TMPFS_MAGIC, file_system_magic
 from belayer_env.sandbox.procs import ProcStat
@@ -246,6 +246,7 @@ def _dump_once(request: DumpRequest, extra: Sequence[str]) -> bool:
     if code != 0:
         log = _read(request.work / "dump.log").decode(errors="replace")
         raise refusal(log, ghost_bytes=request.ghost_bytes)
+    _arm_timers(request.images)
     if request.from_inside:
         inventory = request.images / "inventory.img"
         try:
@@ -253,6 +254,21 @@ def _dump_once(request: DumpRequest, extra: Sequence[str]) -> bool:
         except ImageUnknown:
             return False
     return True
+
+
+def _arm_timers(images: Path) -> None:
+    for image in (*images.glob("core-*.img"), images / "files.img"):
+        with contextlib.suppress(FileNotFoundError):
+            before = image.read_bytes()
+            try:
+                after = with_timers_armed(before)
+            except ImageUnknown as error:
+                message = (
+                    f"the sandbox cannot be checkpointed: {image.name} of this CRIU is new to us ({error})"
+                )
+                raise CheckpointRefused(message, cause="unknown-image") from error
+            if after != before:
+                image.write_bytes(after)
 
 
 def _dump_calling_back(request: DumpRequest, snapshot: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import docker
+import tenacity
 
 from belayer_env.disk import disk_errors
 from belayer_env.errors import (
@@ -53,7 +54,7 @@ from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, mount, unmount, unmount_below
 from belayer_env.sandbox.runc_spec import CAPABILITIES, process_env
 from belayer_env.sandbox.seccomp import docker_profile
-from belayer_env.sandbox.shell import CHANNEL_MOUNT, populate_channel
+from belayer_env.sandbox.shell import CHANNEL_MOUNT, ChannelContents, populate_channel
 from belayer_env.sandbox.tree import copy_tree
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
@@ -106,7 +107,7 @@ class DockerRuntime:
         image = engine_image(self.engine, spec.image, self.images_dir)
         sandbox = DockerSandbox(self, spec, image, home)
         try:
-            sandbox._make((), b"", etc=None)
+            sandbox._make(ChannelContents(), etc=None)
             sandbox._start()
             sandbox._container.enter_workdir()
         except BaseException:
@@ -132,8 +133,8 @@ class DockerRuntime:
             )
         sandbox = DockerSandbox(self, spec, image, home)
         try:
-            state = bytes.fromhex(meta["shell_state"])
-            sandbox._make(meta["late_fifos"] if full else (), state, etc=saved_dir / "layer/etc")
+            contents = ChannelContents.from_json(meta, with_processes=full)
+            sandbox._make(contents, etc=saved_dir / "layer/etc")
             sandbox._fill(saved_dir / "layer/upper")
             if full:
                 sandbox._start_from(saved_dir / "images", meta.get("bundles"))
@@ -282,7 +283,7 @@ class DockerSandbox:
 
     # -- start and restore
 
-    def _make(self, late_fifos: tuple[str, ...] | list[str], state: bytes, *, etc: Path | None) -> None:
+    def _make(self, contents: ChannelContents, *, etc: Path | None) -> None:
         """A container that is not started yet, and the host's side of its channel."""
         for name in ("ch", "etc", "criu"):
             (self.home / name).mkdir(mode=0o755)
@@ -293,7 +294,7 @@ class DockerSandbox:
         except OSError as error:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
         with disk_errors("filling the shell channel"):
-            populate_channel(channel, owner=0, late_fifos=late_fifos, state=state)
+            populate_channel(channel, contents, owner=0)
             for name, text in _ETC.items():
                 if etc is not None:
                     shutil.copy2(etc / name, etc_dir / name)
@@ -335,7 +336,7 @@ class DockerSandbox:
                     security_opt=["no-new-privileges:true", f"seccomp={_seccomp()}"],
                     mem_limit=limits.memory_bytes,
                     memswap_limit=limits.memory_bytes,
-                    pids_limit=limits.pids,
+                    pids_limit=limits.pids + _CRIU_PIDS,
                     # An image's health check runs as a process that no checkpoint could hold.
                     healthcheck={"test": ["NONE"]},
                     log_config=docker.types.LogConfig(type="none"),
@@ -366,7 +367,7 @@ class DockerSandbox:
         install_images(images, container_dir)
         with RestoreLog(Path(bundles) if bundles else None, self._container_id) as log:
             try:
-                self._engine.start(self._container_id, checkpoint=CHECKPOINT_NAME)
+                _RETRYING(self._engine.start, self._container_id, checkpoint=CHECKPOINT_NAME)
             except RuntimeFailed as error:
                 raise log.failure(error) from error
         shutil.rmtree(container_dir / "checkpoints", ignore_errors=True)
@@ -381,6 +382,11 @@ class DockerSandbox:
                 f"Engine does not see {self.home / 'ch'}: is it in another mount namespace?"
             )
         self._container.attach(int(state["Pid"]))
+        # Only now: a restore's CRIU and its helpers were counted as well.
+        limits = self.spec.limits
+        self._container.cgroup.set_limits(
+            memory_bytes=limits.memory_bytes, pids=limits.pids, cpus=limits.cpus
+        )
 
     # -- checkpoint
 
@@ -418,6 +424,19 @@ class DockerSandbox:
             return bool(self._engine.inspect(self._container_id)["State"]["OOMKilled"])
         except Fault:
             return False
+
+
+_CRIU_PIDS = 64
+"""What a restore needs beyond the sandbox's own processes."""
+
+# containerd takes a checkpoint's images into its content store, by their hash: two restores of one checkpoint
+# at once, as in a fork, and the later one is told that they are there already.
+_RETRYING = tenacity.Retrying(
+    retry=tenacity.retry_if_exception(lambda error: "already exists" in str(error)),
+    stop=tenacity.stop_after_attempt(40),
+    wait=tenacity.wait_random(0.05, 0.5),
+    reraise=True,
+)
 
 
 def _container_name(sandbox_id: str) -> str:

@@ -38,7 +38,7 @@ from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOSUID, mount, mount_overlay, unmount, unmount_below
 from belayer_env.sandbox.procs import pids_naming
 from belayer_env.sandbox.runc_spec import dump_externals, oci_config, restore_externals
-from belayer_env.sandbox.shell import populate_channel
+from belayer_env.sandbox.shell import ChannelContents, populate_channel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
 __all__ = ["RuncRuntime", "RuncSandbox"]
@@ -83,7 +83,7 @@ class RuncRuntime:
         """See `SandboxRuntime.create`."""
         image = resolve_image(spec.image, self.images_dir)
         self.layers.create(home / "layer")
-        return self._start(spec, image, home, late_fifos=(), state=b"", images=None)
+        return self._start(spec, image, home, ChannelContents(), images=None)
 
     def restore(self, spec: SandboxSpec, saved_dir: Path, meta: Mapping[str, Any], home: Path) -> RuncSandbox:
         """See `SandboxRuntime.restore`."""
@@ -104,8 +104,7 @@ class RuncRuntime:
                 spec,
                 image,
                 home,
-                late_fifos=meta["late_fifos"] if full else (),
-                state=bytes.fromhex(meta["shell_state"]),
+                ChannelContents.from_json(meta, with_processes=full),
                 images=saved_dir / "images" if full else None,
             )
         except RestoreFailed:
@@ -132,9 +131,8 @@ class RuncRuntime:
         spec: SandboxSpec,
         image: RootFs,
         home: Path,
+        contents: ChannelContents,
         *,
-        late_fifos: tuple[str, ...] | list[str],
-        state: bytes,
         images: Path | None,
     ) -> RuncSandbox:
         """Mount, configure and start (or, from ``images``, restore) the container; on failure nothing is
@@ -143,7 +141,7 @@ class RuncRuntime:
         try:
             if spec.limits.disk_bytes is not None:
                 self.layers.limit(home / "layer", spec.limits.disk_bytes)
-            sandbox._mount(late_fifos, state)
+            sandbox._mount(contents)
             sandbox._launch(images)
         except BaseException:
             sandbox.destroy()
@@ -245,7 +243,7 @@ class RuncSandbox:
 
     # -- start and restore
 
-    def _mount(self, late_fifos: tuple[str, ...] | list[str], state: bytes) -> None:
+    def _mount(self, contents: ChannelContents) -> None:
         for name in ("ch", "rootfs", "empty", "runc", "criu"):
             (self.home / name).mkdir(mode=0o755)
         channel = self.home / "ch"
@@ -253,7 +251,7 @@ class RuncSandbox:
             mount("tmpfs", channel, "tmpfs", flags=MS_NOSUID | MS_NODEV, options=_CHANNEL_OPTIONS)
         except OSError as error:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
-        populate_channel(channel, owner=self._owner, late_fifos=late_fifos, state=state)
+        populate_channel(channel, contents, owner=self._owner)
         mount_overlay(self._image.path, self.home / "layer", self.home / "rootfs", flags=MS_NODEV)
         self._container.open_channel(channel, owner=self._owner)
 

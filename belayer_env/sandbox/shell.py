@@ -20,11 +20,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from belayer_env.errors import Fault, InvalidInput, NotText, SandboxFrozen, SandboxHung
 from belayer_env.sandbox.late_output import LATE_OUTPUT
@@ -35,6 +35,7 @@ from belayer_env.spec import ExecResult
 __all__ = [
     "CHANNEL_MOUNT",
     "MAX_COMMAND_BYTES",
+    "ChannelContents",
     "ChannelPeer",
     "ShellChannel",
     "check_command",
@@ -115,21 +116,48 @@ def check_command(command: str) -> bytes:
     return data
 
 
-def populate_channel(
-    directory: Path, *, owner: int, late_fifos: Iterable[str] = (), state: bytes = b""
-) -> None:
-    """Fill a new channel directory, for a fresh sandbox or (with the FIFOs and shell state saved) a restored
-    one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelContents:
+    """What a channel directory is filled with: by default, for a fresh sandbox.
+
+    ``state``: what a new shell starts from. ``late_fifos``: output FIFOs that background jobs still hold.
+    ``scripts``: those that the sandbox's processes have open, name to text, which a later Belayer may have
+    changed; empty: this Belayer's."""
+
+    state: bytes = b""
+    late_fifos: tuple[str, ...] = ()
+    scripts: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a checkpoint; ``from_json`` is the inverse."""
+        return {
+            "shell_state": self.state.hex(),
+            "late_fifos": list(self.late_fifos),
+            "scripts": dict(self.scripts),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, with_processes: bool) -> ChannelContents:
+        """For a restore. Without processes nobody holds a FIFO or a script."""
+        state = bytes.fromhex(data["shell_state"])
+        if not with_processes:
+            return cls(state=state)
+        return cls(state=state, late_fifos=tuple(data["late_fifos"]), scripts=data["scripts"])
+
+
+def populate_channel(directory: Path, contents: ChannelContents, *, owner: int) -> None:
+    """Fill a new channel directory.
 
     ``owner`` is the uid and gid of its files on the host: one that the sandbox's user namespace does not map
     keeps the sandbox's root from removing or replacing them."""
     for script in _SCRIPTS:
-        _write(directory / script, resources.files(__package__).joinpath(script).read_bytes(), owner, 0o644)
-    for fifo in ("req", "ctl", *late_fifos):
+        text = contents.scripts.get(script) or resources.files(__package__).joinpath(script).read_text()
+        _write(directory / script, text.encode(), owner, 0o644)
+    for fifo in ("req", "ctl", *contents.late_fifos):
         os.mkfifo(directory / fifo)
         (directory / fifo).chmod(0o666)
         os.chown(directory / fifo, owner, owner)
-    _write(directory / "state", state, owner, 0o644)
+    _write(directory / "state", contents.state, owner, 0o644)
     _write(directory / "state.new", b"", owner, 0o666)
     os.chown(directory, owner, owner)
 
@@ -155,9 +183,13 @@ class ShellChannel:
         for fifo in directory.glob("out.*"):
             LATE_OUTPUT.adopt(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), fifo)
 
-    def late_fifos(self) -> list[str]:
-        """Names of the output FIFOs that background jobs may still hold: a checkpoint must carry them."""
-        return sorted(fifo.name for fifo in self._dir.glob("out.*"))
+    def contents(self) -> ChannelContents:
+        """What a checkpoint must carry of the channel."""
+        return ChannelContents(
+            state=self.shell_state(),
+            late_fifos=tuple(sorted(fifo.name for fifo in self._dir.glob("out.*"))),
+            scripts={script: (self._dir / script).read_text() for script in _SCRIPTS},
+        )
 
     def shell_state(self) -> bytes:
         """What a new shell would start from: a script that sets variables, functions, options and cwd."""
