@@ -261,7 +261,7 @@ class Episode:
                 episode_id, own_ref = store.fork_episode(ref, policy=str(self._means.policy))
                 means = dataclasses.replace(self._means, store=store)
                 fork = Episode(episode_id, self.task, means, store.load_ledger(episode_id))
-                fork._checkpointer.stand_on(own_ref, own_ref.step)
+                fork._checkpointer.stand_on(own_ref, store.covered_step(own_ref))
                 fork._untold = self._untold  # its agent's context is this one's
                 forks.append(fork)
             with ThreadPoolExecutor(n, thread_name_prefix="belayer-fork") as pool:

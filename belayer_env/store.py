@@ -342,8 +342,9 @@ class Store:
             return covered_step(db, ref.episode_id, checkpoint_row(db, ref.id))
 
     def fork_episode(self, ref: CheckpointRef, *, policy: str) -> tuple[str, CheckpointRef]:
-        """A new episode that starts from a checkpoint of another one: the steps up to there become its own,
-        and so does the checkpoint, whose files both share. Owned by this process.
+        """A new episode that starts from a checkpoint of another one: the steps up to there, those that it
+        covers included, become its own, and so does the checkpoint, whose files both share. Owned by this
+        process.
 
         Raises:
             ForeignCheckpoint: the checkpoint has been dropped."""
@@ -356,12 +357,16 @@ class Store:
                 " FROM episodes WHERE id = ?",
                 (episode_id, policy, token, time.time(), row["episode_id"]),
             )
-            head = None
-            for step in steps_to(db, row["head"]):
+            covered = covered_step(db, row["episode_id"], row)
+            is_covering = covered > row["step"]
+            head = own_head = None
+            for step in steps_to(db, row["covers_head"] if is_covering else row["head"]):
                 head = db.execute(
                     "INSERT INTO steps (episode_id, parent, number, data) VALUES (?, ?, ?, ?)",
                     (episode_id, head, step["number"], step["data"]),
                 ).lastrowid
+                if step["number"] == row["step"]:
+                    own_head = head
             db.execute("UPDATE episodes SET head = ? WHERE id = ?", (head, episode_id))
             db.execute(
                 "INSERT INTO checkpoints (id, episode_id, task_digest, step, tier, size_bytes,"
@@ -369,8 +374,13 @@ class Store:
                 " SELECT ?, ?, task_digest, step, tier,"
                 " size_bytes,"
                 " manifest_digest, state, 0, ?, ?, directory FROM checkpoints WHERE id = ?",
-                (checkpoint_id, episode_id, head, token, ref.id),
+                (checkpoint_id, episode_id, own_head, token, ref.id),
             )
+            if is_covering:
+                db.execute(
+                    "UPDATE checkpoints SET covers = ?, covers_head = ? WHERE id = ?",
+                    (covered, head, checkpoint_id),
+                )
             return episode_id, checkpoint_ref(checkpoint_row(db, checkpoint_id))
 
     # What episodes learn from one another

@@ -24,7 +24,7 @@ from belayer_env.errors import (
     TaskSetupFailed,
 )
 from belayer_env.ledger import Step
-from belayer_env.policy import Never
+from belayer_env.policy import CheckpointPolicy, Never, parse_policy
 from belayer_env.recovery import Budget, Recovery, Rung, ladder
 from belayer_env.rollback import Rollback
 from belayer_env.spec import Task, Tier
@@ -64,13 +64,19 @@ def store(tmp_path: Path) -> Iterator[Store]:
 class Bench:
     """An episode in memory, and a recovery of the test's own over its ledger."""
 
-    def __init__(self, store: Store, replay: Literal["always", "never"] = "always") -> None:
+    def __init__(
+        self,
+        store: Store,
+        replay: Literal["always", "never"] = "always",
+        policy: CheckpointPolicy | None = None,
+    ) -> None:
         self.faults = Faults()
         self.memory = MemoryRuntime()
         self.runtime = FaultyRuntime(self.memory, self.faults)
         self.task = Task(image="rootfs:/", setup=["touch /root/list"], replay=replay)
         self.store = store
-        self.episode = Episode.begin(self.task, Means(store=store, runtime=self.runtime, policy=Never()))
+        means = Means(store=store, runtime=self.runtime, policy=policy or Never())
+        self.episode = Episode.begin(self.task, means)
         self.met: list[str] = []
 
     def recovery(self, **options: Any) -> Recovery:
@@ -391,3 +397,24 @@ def test_an_interrupt_after_the_ledger_was_written_leaves_no_untold_step(
     monkeypatch.undo()
     bench.told("echo $A")
     assert [step.observation for step in bench.episode.ledger.steps] == ["\n"]
+
+
+def test_forks_from_a_checkpoint_that_was_moved_up_have_all_steps(store: Store) -> None:
+    bench = Bench(store, policy=parse_policy("adaptive:faults_per_s=1000.0"))
+    try:
+        bench.told("A=1")
+        bench.episode.settle()
+        bench.told("echo $A", "echo $A")  # changes nothing
+        bench.episode.settle()
+        (fork,) = bench.episode.fork(1)
+        try:
+            assert [step.action for step in fork.ledger.steps] == ["A=1", "echo $A", "echo $A"]
+            fork.sandbox.kill()
+            told = fork.step("A=$((A+3)); echo $A")
+            assert isinstance(told, Step)
+            assert (told.number, told.observation) == (4, "4\n")
+            assert fork.telemetry.recoveries[-1].num_replayed == 0
+        finally:
+            fork.close()
+    finally:
+        bench.episode.close()

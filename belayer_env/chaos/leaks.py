@@ -15,6 +15,8 @@ from belayer_env.ownership import Owner, is_process
 __all__ = ["Ours", "find_leaks"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_OF_THE_PROCESS = ("belayer-late-output", "belayer-timelines")
+"""Threads that serve all episodes of a process, and come and go with the work there is."""
 
 
 class Ours:
@@ -22,7 +24,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.descriptors = _descriptors()
-        self.threads = threading.active_count()
+        self.threads = _num_threads()
 
 
 def find_leaks(runtime: ChaosRuntime, store: ChaosStore, before: Ours | None) -> list[str]:
@@ -51,7 +53,7 @@ def find_leaks(runtime: ChaosRuntime, store: ChaosStore, before: Ours | None) ->
         return found
     if (grown := _descriptors() - before.descriptors) > 0:
         found.append(f"{grown} descriptors")
-    if (grown := threading.active_count() - before.threads) > 0:
+    if (grown := _num_threads() - before.threads) > 0:
         found.append(f"{grown} threads: {[thread.name for thread in threading.enumerate()]}")
     return found
 
@@ -68,6 +70,10 @@ def _commands() -> Iterable[str]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             yield f"{process.pid} {' '.join(process.cmdline())}"
+
+
+def _num_threads() -> int:
+    return sum(thread.name not in _OF_THE_PROCESS for thread in threading.enumerate())
 
 
 def _descriptors() -> int:
