@@ -12,7 +12,6 @@ sandboxes by the same tests:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -217,9 +216,11 @@ class MemorySandbox:
 
 class Faults:
     """Holds faults to come, each for a point of call: "run", "save", "restore", "create" or "wake", and there
-    "before", "middle" (of a run) or "after". ``hits`` are those that came."""
+    "before", "middle" (of a run) or "after". ``hits`` are those that came. ``discard`` removes what a
+    sandbox saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, discard: Callable[[Path], None] = shutil.rmtree) -> None:
+        self.discard = discard
         self.armed: list[tuple[str, str, str]] = []
         self.hits: list[tuple[str, str, str]] = []
 
@@ -311,8 +312,7 @@ class FaultySandbox:
         try:
             self._strike(self._faults.due("save", "after"), begun=False)
         except Fault:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(into)  # as every runtime does on any error
+            self._faults.discard(into)  # as every runtime does on any error
             raise
         return saved
 

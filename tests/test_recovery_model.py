@@ -158,7 +158,7 @@ class EpisodeMachine(RuleBasedStateMachine):
         self.is_untold = False
         self.root = self.make_root()
         self.store = FullStore(self.root)
-        self.faults = Faults()
+        self.faults = Faults(self.store.layers.drop)
         self.runtime = FaultyRuntime(self.make_runtime(self.store), self.faults)
 
     @initialize(
