@@ -305,13 +305,15 @@ def test_deleted_file_over_the_limit_is_refused_by_name(sandboxes: Sandboxes) ->
 def test_background_output_under_way_survives_a_restore(sandboxes: Sandboxes) -> None:
     """A job's output FIFO is still read in its next life, so that it does not block."""
     sandbox = sandboxes.create()
-    sandbox.run("(n=0; while :; do n=$((n+1)); echo tick $n; echo $n >/tmp/n; sleep .01; done) &")
+    sandbox.run("(n=0; while :; do n=$((n+1)); echo tick $n; echo $n >>/tmp/n; sleep .01; done) &")
     restored = sandboxes.reborn(sandbox)
-    before = int(restored.run("cat /tmp/n").output)
+    before = int(restored.run("wc -l </tmp/n").output)
     # More than a pipe would hold without a reader.
-    restored.run("(head -c 200000 /dev/zero; echo past >/tmp/past) & sleep .5")
+    restored.run(
+        "(head -c 200000 /dev/zero; echo past >/tmp/past) & until test -s /tmp/past; do sleep .1; done"
+    )
     assert restored.run("cat /tmp/past").output == "past\n"
-    assert int(restored.run("cat /tmp/n").output) > before
+    assert int(restored.run("wc -l </tmp/n").output) > before
 
 
 def test_shell_without_bash_goes_on(sandboxes: Sandboxes, busybox_image: str) -> None:

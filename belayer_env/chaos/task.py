@@ -46,5 +46,5 @@ def chaos_task(image: str = "") -> Task:
     return Task(
         image=image or f"rootfs:{paths.test_image()}",
         env={"PYTHONDONTWRITEBYTECODE": "1", **_GIT_ENV},
-        limits=Limits(memory_bytes=512 * MIB, pids=128, step_timeout_s=5.0, kill_grace_s=0.5),
+        limits=Limits(memory_bytes=512 * MIB, pids=128, step_timeout_s=10.0, kill_grace_s=0.5),
     )

@@ -193,9 +193,12 @@ class Container:
         except BaseException as error:
             discard(into / "layer")
             shutil.rmtree(into, ignore_errors=True)
-            # Killed in mid-dump: what CRIU made of that is not the cause. A frozen one dies as it thaws.
-            if isinstance(error, Fault) and self._lost is None and self._has_died(_DYING_S):
+            # Killed in mid-dump: what CRIU, or /proc, made of that is not the cause. A frozen one dies as it
+            # thaws.
+            if isinstance(error, (Fault, OSError)) and self._lost is None and self._has_died(_DYING_S):
                 raise self.death(begun=False) from error
+            if isinstance(error, OSError):
+                raise RuntimeFailed(f"the sandbox could not be saved: {error}") from error
             raise
         fingerprint = changes.baseline(before, self._look()) if before is not None else None
         return Saved(
