@@ -27,10 +27,10 @@ types: $(VENV)/.installed
 
 # The tests of the docker runtime need an Engine: `belayer setup --docker` starts one, as .ci/run does.
 test: lint types setup
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --durations=20
 
 test-slow: setup
-	$(BIN)/pytest -m "slow and not nightly"
+	$(BIN)/pytest -m "slow and not nightly" --durations=20
 
 # Chaos with 300 faults, and the state machines at length.
 test-nightly: setup

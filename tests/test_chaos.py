@@ -117,7 +117,8 @@ def play(store: Path, image: str, *, faults: int, seed: int, standby: bool = Fal
 
 
 @pytest.mark.criu
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("standby", "faults"), [(False, 20), (True, 10)])
 def test_no_agent_can_tell(store: Path, image: str, standby: bool, faults: int) -> None:
     report = play(store, image, faults=faults, seed=11, standby=standby)
