@@ -367,7 +367,7 @@ class DockerSandbox:
         install_images(images, container_dir)
         with RestoreLog(Path(bundles) if bundles else None, self._container_id) as log:
             try:
-                _RETRYING(self._engine.start, self._container_id, checkpoint=CHECKPOINT_NAME)
+                _RETRYING.copy()(self._engine.start, self._container_id, checkpoint=CHECKPOINT_NAME)
             except RuntimeFailed as error:
                 raise log.failure(error) from error
         shutil.rmtree(container_dir / "checkpoints", ignore_errors=True)
