@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+from belayer_env.sandbox.criu import await_exit
 
 __all__ = ["PeerFailed", "timed", "words_of"]
 
@@ -39,8 +37,7 @@ def words_of(argv: Sequence[str | Path], *, env: Mapping[str, str]) -> str:
 
 
 def _run(argv: Sequence[str | Path], env: Mapping[str, str], stdin: IO[bytes] | None) -> tuple[float, str]:
-    # A file, no pipe: conmon and its like keep what they inherit open, and the clock would wait for them. And
-    # a pidfd: Popen.wait with a deadline sleeps in growing naps.
+    # A file, no pipe: conmon and its like keep what they inherit open, and the clock would wait for them.
     with tempfile.TemporaryFile() as sink:
         started = time.monotonic()
         process = subprocess.Popen(
@@ -51,20 +48,7 @@ def _run(argv: Sequence[str | Path], env: Mapping[str, str], stdin: IO[bytes] | 
             env=dict(env),
             start_new_session=True,
         )
-        ended = False
-        try:
-            pidfd = os.pidfd_open(process.pid)
-            try:
-                poll = select.poll()
-                poll.register(pidfd, select.POLLIN)
-                ended = bool(poll.poll(DEADLINE_S * 1000))
-            finally:
-                os.close(pidfd)
-        finally:
-            if not ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+        code, ended = await_exit(process, timeout_s=DEADLINE_S)
         took_s = time.monotonic() - started
         sink.seek(0)
         output = sink.read().decode(errors="backslashreplace")

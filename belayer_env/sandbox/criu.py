@@ -30,6 +30,7 @@ __all__ = [
     "RESTORABLE",
     "DumpRequest",
     "RestoreRequest",
+    "await_exit",
     "dump",
     "restore",
     "run_deadlined",
@@ -174,6 +175,15 @@ def run_deadlined(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, st
     # No pipe: what a detached container inherits would keep it open for ever.
     null = subprocess.DEVNULL
     process = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True, env=env)
+    code, ended = await_exit(process, timeout_s=timeout_s)
+    if not ended:
+        raise TimeoutError(f"{Path(argv[0]).name} ran past {timeout_s:g} s")
+    return code
+
+
+def await_exit(process: subprocess.Popen[bytes], *, timeout_s: float) -> tuple[int, bool]:
+    """Exit status of a process group's leader, and whether it ended by itself: at the deadline, or on any
+    interrupt, the whole group is killed."""
     ended = False
     try:
         # Popen.wait polls by the clock and would add up to 50 ms.
@@ -189,9 +199,7 @@ def run_deadlined(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, st
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
-    if not ended:
-        raise TimeoutError(f"{Path(argv[0]).name} ran past {timeout_s:g} s")
-    return code
+    return code, ended
 
 
 def _external(externals: Iterable[str]) -> list[str]:
