@@ -222,7 +222,7 @@ class Recovery:
                     break
                 began = self._clock()
                 try:
-                    sandbox = self._stand_on(rung, later, standby)
+                    sandbox = self._stand_on(rung, later, ledger, standby)
                 except ContextDiverged as diverged:
                     attempts.append(Attempt(rung=rung, error=str(diverged), total_s=self._clock() - began))
                     self._on_fault(diverged)
@@ -243,7 +243,9 @@ class Recovery:
         lines = "\n  ".join(tried)
         return RecoveryFailed(f"no way back to step {len(ledger)}; tried\n  {lines}", tried=tried)
 
-    def _stand_on(self, rung: Rung, later: Sequence[Step], standby: Standby | None) -> Sandbox:
+    def _stand_on(
+        self, rung: Rung, later: Sequence[Step], ledger: Ledger, standby: Standby | None
+    ) -> Sandbox:
         if rung.checkpoint is None:
             sandbox = self.fresh()
         elif rung.is_standby and standby is not None:
@@ -252,13 +254,13 @@ class Recovery:
             sandbox = self.restored(rung.checkpoint)
         try:
             for step in later:
-                self._replay(sandbox, step)
+                self._replay(sandbox, step, ledger)
         except BaseException:
             sandbox.destroy()
             raise
         return sandbox
 
-    def _replay(self, sandbox: Sandbox, step: Step) -> None:
+    def _replay(self, sandbox: Sandbox, step: Step, ledger: Ledger) -> None:
         result = sandbox.run(step.action)
         if task_digest_of(self._task, result) != step.digest:
             raise ContextDiverged(
@@ -268,7 +270,7 @@ class Recovery:
             )
         if self._task.reward is not None:
             # Its value is in the ledger; but whatever it ran is part of the state that the next steps saw.
-            self._task.reward(sandbox, Ledger(self._store.load_ledger(self._episode_id).prefix(step.number)))
+            self._task.reward(sandbox, Ledger(ledger.prefix(step.number)))
 
     def _made(self, make: Callable[[Path], Sandbox]) -> Sandbox:
         """A sandbox in a home of its own, which is gone again if it could not be made."""
