@@ -218,7 +218,8 @@ def test_terminal_that_dash_holds_open_is_refused_by_name(sandboxes: Sandboxes) 
     sandbox = sandboxes.create()
     sandbox.run(
         "python3 -c 'import os, pty, time; pid, fd = pty.fork()\n"
-        'if pid == 0: os.execvp("dash", ["dash", "-i"])\ntime.sleep(900)\' & sleep .4'
+        'if pid == 0: os.execvp("dash", ["dash", "-i"])\ntime.sleep(900)\' &\n'
+        "until ls -l /proc/[0-9]*/fd 2>/dev/null | grep -q /dev/tty; do sleep .05; done"
     )
     with pytest.raises(CheckpointRefused) as caught:
         sandboxes.save(sandbox)
