@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo fmt lint types test test-slow test-nightly bench check clean
+VLLM := .venv-vllm
+
+.PHONY: setup demo fmt lint types test test-slow test-vllm test-nightly bench check clean
 
 setup: $(VENV)/.installed
 	@$(BIN)/belayer setup
@@ -27,10 +29,15 @@ types: $(VENV)/.installed
 
 # The tests of the docker runtime need an Engine: `belayer setup --docker` starts one, as .ci/run does.
 test: lint types setup
-	$(BIN)/pytest -m "not slow" --durations=20
+	$(BIN)/pytest -m "not slow and not vllm" --durations=20
 
 test-slow: setup
-	$(BIN)/pytest -m "slow and not nightly" --durations=20
+	$(BIN)/pytest -m "slow and not nightly and not vllm" --durations=20
+
+# vLLM has an environment of its own (about 2.5 GB).
+test-vllm: $(VENV)/.installed
+	@scripts/install-vllm $(VLLM) $(PYTHON)
+	$(VLLM)/bin/python -m pytest -m "vllm and not nightly" --durations=20
 
 # Chaos with 300 faults, and the state machines at length.
 test-nightly: setup
@@ -45,7 +52,7 @@ check: test test-slow
 
 # What `belayer setup` made on the host stays: other checkouts use it too.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp comes last: an interrupted install is done again.
 $(VENV)/.installed: pyproject.toml

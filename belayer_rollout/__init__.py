@@ -1,0 +1,1 @@
+"""A rollout client whose tokens outlive its workers: durable journal, failover, shadow workers."""

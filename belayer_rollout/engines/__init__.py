@@ -1,0 +1,1 @@
+"""Engines behind one protocol, `EngineWorker`: HTTP servers, vLLM in this process, transformers."""
