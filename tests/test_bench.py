@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from belayer_bench.machine import Machine, kernel_bytes, process_bytes
+from belayer_bench.report import Peer, Target, quantile
 from belayer_env.bench.checkpoint import TARGETS, Figures, compare, race
 from belayer_env.bench.contender import LeftOut, Sample
 from belayer_env.bench.density import Crowd, summarise
 from belayer_env.bench.docker import Docker
-from belayer_env.bench.machine import Machine, kernel_bytes, process_bytes
 from belayer_env.bench.podman import Podman
-from belayer_env.bench.report import Peer, Target, quantile
 from belayer_env.bench.timing import PeerFailed, words_of
 
 BENCH = [sys.executable, "-c", "from belayer_env.cli.main import main; main()", "bench"]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from belayer_bench.machine import Machine
+from belayer_bench.report import Target
 from belayer_env.bench import overhead
-from belayer_env.bench.machine import Machine
 from belayer_env.bench.overhead import (
     Arm,
     Forgetful,
@@ -25,7 +26,6 @@ from belayer_env.bench.overhead import (
 )
 from belayer_env.bench.recovery import Comeback, Comebacks, Forked
 from belayer_env.bench.recovery_plot import draw_recoveries, waits_back
-from belayer_env.bench.report import Target
 from belayer_env.bench.swe import ACTIONS, long_episode
 from belayer_env.cli.bench_recovery import summarise
 from belayer_env.policy import Adaptive, Moment

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from belayer_env.bench.machine import Machine
+from belayer_bench.machine import Machine
 from belayer_env.chaos.look import Outcome, differences
 from belayer_env.chaos.run import ChaosReport, run_chaos
 from belayer_env.chaos.strikes import REACH, Deck, Instant, Kind, Strike, parse_kinds

@@ -10,14 +10,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from belayer_bench.machine import Machine
+from belayer_bench.report import OURS, Peer, Report, Target
 from belayer_env.bench.contender import Contender, LeftOut, Sample
-from belayer_env.bench.machine import Machine
-from belayer_env.bench.report import Peer, Report, Target
 from belayer_env.bench.timing import PeerFailed
 
-__all__ = ["OURS", "TARGETS", "Figures", "compare", "race"]
-
-OURS = "belayer"
+__all__ = ["TARGETS", "Figures", "compare", "race"]
 
 TARGETS = {
     "pause_vs_podman": Target(at_most=1 / 3),

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import anyio
 
+from belayer_bench.machine import Machine, kernel_bytes, process_bytes
+from belayer_bench.report import Report, Target, quantile
 from belayer_env.bench.contender import SERVER
-from belayer_env.bench.machine import Machine, kernel_bytes, process_bytes
-from belayer_env.bench.report import Report, Target, quantile
 from belayer_env.env import ContainerEnv
 from belayer_env.errors import BelayerError
 from belayer_env.spec import Task

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from belayer_env.bench.report import Target
+from belayer_bench.report import Target
 from belayer_env.bench.swe import long_episode, swe_task
 from belayer_env.env import ContainerEnv
 from belayer_env.errors import RuntimeFailed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from belayer_env.bench.report import Target, quantile
+from belayer_bench.report import Target, quantile
 from belayer_env.bench.swe import swe_task
 from belayer_env.checkpoint import CheckpointRef
 from belayer_env.env import ContainerEnv

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from belayer_env.bench.machine import Machine
+from belayer_bench.machine import Machine
 from belayer_env.chaos.faults import damage
 from belayer_env.chaos.inject import ChaosRuntime, ChaosSandbox, ChaosStore, Injector
 from belayer_env.chaos.leaks import Ours, find_leaks

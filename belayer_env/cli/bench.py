@@ -11,15 +11,15 @@ import anyio
 import typer
 from rich.console import Console
 
+from belayer_bench.machine import Machine
+from belayer_bench.show import show_report
 from belayer_env import paths
 from belayer_env.bench.checkpoint import compare, race
 from belayer_env.bench.contender import Contender
 from belayer_env.bench.density import measure, summarise
 from belayer_env.bench.docker import Docker
-from belayer_env.bench.machine import Machine
 from belayer_env.bench.ours import Ours
 from belayer_env.bench.podman import Podman
-from belayer_env.cli.bench_report import show_report
 from belayer_env.cli.interrupt import ended_by_sigterm
 from belayer_env.cli.progress import Progress
 from belayer_env.errors import InvalidInput

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from belayer_bench.machine import Machine
+from belayer_bench.report import Report
+from belayer_bench.show import show_report
 from belayer_env import paths
 from belayer_env.bench import overhead
 from belayer_env.bench import recovery as comebacks
-from belayer_env.bench.machine import Machine
 from belayer_env.bench.recovery_plot import draw_recoveries
-from belayer_env.bench.report import Report
 from belayer_env.bench.swe import ACTIONS
-from belayer_env.cli.bench_report import show_report
 from belayer_env.cli.interrupt import ended_by_sigterm
 from belayer_env.cli.progress import Progress
 from belayer_env.host.store_mount import ensure_mounted

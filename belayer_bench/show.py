@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from belayer_env.bench.checkpoint import OURS
-from belayer_env.bench.report import Report
+from belayer_bench.report import OURS, Report
 
 __all__ = ["show_report"]
 
@@ -61,6 +60,8 @@ def _checks(report: Report) -> Table:
             bound = "at_most" if "at_most" in check else "at_least"
             target = f"{bound.replace('_', ' ')} {check[bound]:.3f}"
             table.add_row(name, f"{check['value']:.3f}", target, _mark(check["met"]))
+        elif isinstance(check, bool):
+            table.add_row(name, "yes" if check else "no", "yes", _mark(check))
         else:
             table.add_row(name, str(check), "0", _mark(check == 0))
     return table

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from belayer_env.bench.machine import Machine
+from belayer_bench.machine import Machine
 
-__all__ = ["Peer", "Report", "Target", "quantile"]
+__all__ = ["OURS", "Peer", "Report", "Target", "quantile"]
+
+OURS = "belayer"
+"""The name that our own figures go by, beside those of peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
