@@ -1,4 +1,4 @@
-"""How long a running generation will go on: the bubble that an environment can use. Pure. Seconds and tokens."""
+"""How long a running generation will go on: the bubble that an environment can use. Pure. Seconds, tokens."""
 
 from __future__ import annotations
 

@@ -68,10 +68,10 @@ class RolloutClient:
         owns_workers: bool = True,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """``journal``: a file (opened with ``durability``), a journal, or None: tokens are kept in memory until
-        their request ends. ``tokenizer``: for stop strings. ``max_in_flight``: further requests wait.
-        ``max_buffered_chunks``: how far a stream is read ahead of its consumer. ``owns_workers``: False leaves
-        them open when the client closes. ``registry``: for the metrics; None makes one.
+        """``journal``: a file (opened with ``durability``), a journal, or None: tokens are kept in memory
+        until their request ends. ``tokenizer``: for stop strings. ``max_in_flight``: further requests wait.
+        ``max_buffered_chunks``: how far a stream is read ahead of its consumer. ``owns_workers``: False
+        leaves them open when the client closes. ``registry``: for the metrics; None makes one.
 
         Raises:
             InvalidRequest: an option out of range, no worker, or two of one name."""
@@ -157,9 +157,12 @@ class RolloutClient:
             RolloutError: as `generate`."""
         rule = on_version_change or self._rule
         if rule == "restart":
-            raise InvalidRequest('a stream cannot "restart" what it has handed on: use generate, or another rule')
-        arguments = (prompt_token_ids, params, session, request_id, rule)
-        return self._stream(self._checked(*arguments, outlet=Outlet(self._max_buffered)), request_id is not None)
+            raise InvalidRequest(
+                'a stream cannot "restart" what it has handed on: use generate, or another rule'
+            )
+        outlet = Outlet(self._max_buffered)
+        run = self._checked(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
+        return self._stream(run, request_id is not None)
 
     async def resume(
         self, request_id: str, *, on_version_change: OnVersionChange | None = None
@@ -219,9 +222,9 @@ class RolloutClient:
         return predicted_rest_s(rest, (seat.pace.gap_s if seat else None) or 0.0)
 
     async def update_weights(self, version: int, source: WeightSource) -> None:
-        """Put other weights in force on all workers. New requests wait until that is done; running ones go on,
-        under the new weights from some token on, which their chunks tell. Once begun it is carried through,
-        even if the caller is cancelled.
+        """Put other weights in force on all workers. New requests wait until that is done; running ones go
+        on, under the new weights from some token on, which their chunks tell. Once begun it is carried
+        through, even if the caller is cancelled.
 
         Raises:
             UpdateFailed: not every worker followed; ``version`` is in force. If any followed, the others are
@@ -323,7 +326,9 @@ class RolloutClient:
         watch_stops = None
         if params.stop:
             if self._tokenizer is None:
-                raise InvalidRequest("stop strings need a client with a tokenizer: RolloutClient(tokenizer=...)")
+                raise InvalidRequest(
+                    "stop strings need a client with a tokenizer: RolloutClient(tokenizer=...)"
+                )
             decode = decode_function(
                 self._tokenizer, skip_special_tokens=params.extra.get("skip_special_tokens", True)
             )
@@ -390,27 +395,12 @@ class RolloutClient:
         ):
             raise InvalidRequest(f"the journal has another request under the id {run.request_id!r}")
         run.params, run.failovers, run.is_open = asked, logged.failovers, True
-        chunks = [chunk for _, chunk in logged.chunks]
-        if logged.finish_reason is not None:
-            generation = _finished(run, logged)
-            done: Done | None = Done(generation.finish_reason, generation.stop_reason)
-        else:
-            generation, done = None, run.restore(chunks, self._fleet.info)
+        ended = None if logged.finish_reason is None else _finished(run, logged)
+        found = None if ended else run.restore([chunk for _, chunk in logged.chunks], self._fleet.info)
         if run.outlet is not None:
-            for segment in run.segments:
-                part = slice(segment.start, segment.stop)
-                run.outlet.put(
-                    TokenChunk(
-                        tuple(run.tokens[part]),
-                        tuple(run.logprobs[part]),
-                        segment.worker,
-                        segment.weight_version,
-                    ),
-                    None,
-                )
-            if generation is not None:
-                run.outlet.put(TokenChunk((), (), "", 0, done.finish_reason, done.stop_reason), None)
-        return generation or done
+            for chunk in run.chunks(ended):
+                run.outlet.put(chunk, None)
+        return ended or found
 
     async def _outcome(self, run: Run) -> Generation:
         assert run.task is not None

@@ -63,7 +63,7 @@ class Budget:
             raise InvalidRequest(f"a budget is positive: {self}")
 
 
-class _StartOver(Exception):  # noqa: N818 - no error: the caller's rule is "restart"
+class _StartOver(Exception):
     """The weights changed."""
 
 
@@ -100,15 +100,11 @@ class Driver:
             done = await self._get_on(run)
         await self._journal.finish(run.request_id, done.finish_reason, done.stop_reason, len(run.tokens))
         if run.outlet is not None:
-            last = run.last or TokenChunk((), (), *self._last_source(run))
+            last = run.last or TokenChunk((), (), *run.last_source)
             run.outlet.put(
                 replace(last, finish_reason=done.finish_reason, stop_reason=done.stop_reason), None
             )
         return run.generation(done)
-
-    @staticmethod
-    def _last_source(run: Run) -> tuple[str, int]:
-        return (run.segments[-1].worker, run.segments[-1].weight_version) if run.segments else ("", 0)
 
     async def _get_on(self, run: Run) -> Done | None:
         """Attempts until one gives a token; None if more are needed after it."""
@@ -223,7 +219,7 @@ class Driver:
 
     def _failure(self, run: Run, why: str) -> RequestFailed:
         return RequestFailed(
-            f"request {run.request_id} gave up after {run.attempts} attempts with {len(run.tokens)} tokens: {why}",
+            f"gave up {run.request_id} after {run.attempts} attempts, at token {len(run.tokens)}: {why}",
             request_id=run.request_id,
             tried=tuple(run.tried),
         )

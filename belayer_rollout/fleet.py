@@ -273,7 +273,9 @@ class Fleet:
                     f"{seat.name} has version {seat.version}, not {self.version}", version=self.version
                 )
 
-    async def _update(self, seat: Seat, version: int, source: WeightSource) -> WorkerFault | UpdateFailed | None:
+    async def _update(
+        self, seat: Seat, version: int, source: WeightSource
+    ) -> WorkerFault | UpdateFailed | None:
         """Update one worker; ``seat.version`` is what it says it has after that, None if it says nothing."""
         try:
             await within(UPDATE_S, seat.name, "a weight update", seat.worker.update_weights(version, source))

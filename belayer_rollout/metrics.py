@@ -1,5 +1,5 @@
-"""What a client counts, for Prometheus. Seconds. Each client has a registry of its own, so that several of them
-in one process do not collide."""
+"""What a client counts, for Prometheus. Seconds. Each client has a registry of its own, so that several of
+them in one process do not collide."""
 
 from __future__ import annotations
 

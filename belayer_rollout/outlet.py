@@ -1,5 +1,5 @@
-"""Chunks on their way to the consumer of a stream: each waits for the commit that makes it durable, and a full
-outlet makes its reader wait."""
+"""Chunks on their way to the consumer of a stream: each waits for the commit that makes it durable, and a
+full outlet makes its reader wait."""
 
 from __future__ import annotations
 

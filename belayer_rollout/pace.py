@@ -1,5 +1,5 @@
-"""How fast a worker gives tokens, and when its silence is suspicious. Pure: times are passed in. Seconds, of a
-clock that never jumps (`loop.time()`).
+"""How fast a worker gives tokens, and when its silence is suspicious. Pure: times are passed in. Seconds, of
+a clock that never jumps (`loop.time()`).
 
 A wait for the first token is no gap: it is queue time, which grows with the load and says nothing of health.
 A silent stream is no proof either: an engine preempts some requests so that others go on. So silence only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -184,12 +184,27 @@ class Run:
         for chunk in chunks:
             stop = None
             if self.stops is not None and chunk.token_ids:
-                chunk, stop = self.until_stop(chunk, info)  # noqa: PLW2901
+                chunk, stop = self.until_stop(chunk, info)
             self.take(chunk)
             self.version = chunk.weight_version
             if stop is not None:
                 return Done("stop", stop)
         return None
+
+    def chunks(self, ended: Generation | None) -> Iterator[TokenChunk]:
+        """Its tokens so far as chunks, for a stream that goes on with them; the last one says how it
+        ``ended``, if it has."""
+        for start, stop, worker, version in self.segments:
+            yield TokenChunk(
+                tuple(self.tokens[start:stop]), tuple(self.logprobs[start:stop]), worker, version
+            )
+        if ended is not None:
+            yield TokenChunk((), (), *self.last_source, ended.finish_reason, ended.stop_reason)
+
+    @property
+    def last_source(self) -> tuple[str, int]:
+        """Worker and weight version of the last token."""
+        return self.segments[-1][2:] if self.segments else ("", 0)
 
     def start_over(self) -> None:
         """Back to the prompt: every token is dropped."""

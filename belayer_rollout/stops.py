@@ -1,9 +1,9 @@
 """Stop strings, matched in the text of all attempts at a request. Pure: token ids in, a verdict out.
 
-An engine sees the text of its own attempt only, so that a stop string which lies across a take-over would pass
-it by. The rules are vLLM's (`vllm/v1/engine/detokenizer.py`): text is released once it is whole UTF-8, the stop
-string that completes first wins (in the order asked, if two complete at once), the token that completes it is
-the last one kept, and nothing that ends within the first ``min_tokens`` tokens counts."""
+An engine sees the text of its own attempt only, so that a stop string which lies across a take-over would
+pass it by. The rules are vLLM's (`vllm/v1/engine/detokenizer.py`): text is released once it is whole UTF-8,
+the stop string that completes first wins (in the order asked, if two complete at once), the token that
+completes it is the last one kept, and nothing that ends within the first ``min_tokens`` tokens counts."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def decode_function(
     """``tokenizer.decode`` with the options that vLLM decodes with, as far as it knows them."""
     wanted = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
     try:
-        known = inspect.signature(tokenizer.decode).parameters
+        known = set(inspect.signature(tokenizer.decode).parameters)
     except ValueError:
         # Written in Rust, without a signature: tokenizers.Tokenizer, which knows the first option.
-        known = {"skip_special_tokens": inspect.Parameter("skip_special_tokens", inspect.Parameter.KEYWORD_ONLY)}
+        known = {"skip_special_tokens"}
     options = {name: value for name, value in wanted.items() if name in known}
     return lambda token_ids: tokenizer.decode(token_ids, **options)
 
@@ -53,7 +53,17 @@ def decode_function(
 class StopWatch:
     """Reads the tokens of one request, over all its attempts, and says where its text must end."""
 
-    __slots__ = ("_count", "_decode", "_longest", "_min_tokens", "_prefix", "_read", "_stop", "_tail", "_window")
+    __slots__ = (
+        "_count",
+        "_decode",
+        "_longest",
+        "_min_tokens",
+        "_prefix",
+        "_read",
+        "_stop",
+        "_tail",
+        "_window",
+    )
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ __all__ = ["Watch"]
 GAPS_SAMPLED = 16
 """Of each worker, at each look."""
 STRIKE_AGAIN_S = 5.0
-"""A reader that does not come back when it is cancelled (an engine's clean-up that hangs) is cancelled again."""
+"""A reader that is cancelled and does not come back (an engine's clean-up hangs) is cancelled again."""
 
 
 class Watch:
@@ -116,7 +116,9 @@ class Watch:
         for run in list(seat.runs):
             # Not one that waits for its consumer or its journal: that one's worker owes it nothing.
             if run.verdict is None and run.silent_since < math.inf:
-                verdict = WorkerHung(f"{seat.name} gives no tokens and is not healthy: {fault}", worker=seat.name)
+                verdict = WorkerHung(
+                    f"{seat.name} gives no tokens and is not healthy: {fault}", worker=seat.name
+                )
                 verdict.__cause__ = fault
                 self._strike(run, verdict)
 
