@@ -8,7 +8,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Final, Literal
 from zlib import crc32
 
 from belayer_rollout.engines.base import WeightSource
@@ -19,7 +19,7 @@ __all__ = ["EOS", "Fault", "ScriptedWorker", "Undisturbed", "bits", "undisturbed
 
 VOCAB = 60
 EOS = 7
-UNTOLD = "die before the end is told"
+UNTOLD: Final = "die before the end is told"
 
 Kind = Literal[
     "die",
@@ -64,7 +64,8 @@ def tokens_of(
 ) -> list[tuple[int, float, FinishReason | None, int | None]]:
     """(token, logprob, finish reason, stop reason) of every token that an engine gives for this context:
     a pure function of it. The rules of stopping are vLLM's."""
-    state, made = _hash(context), []
+    state = _hash(context)
+    made: list[tuple[int, float, FinishReason | None, int | None]] = []
     while True:
         token = state % VOCAB
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos or eos is None else {eos})
@@ -325,4 +326,3 @@ class ScriptedWorker:
 
     async def close(self) -> None:
         self.is_closed = True
-

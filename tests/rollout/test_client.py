@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from belayer_rollout.errors import (
     WorkerGone,
 )
 from belayer_rollout.journal_base import MemoryJournal
-from belayer_rollout.types import Generation, ModelInfo, SamplingParams
+from belayer_rollout.types import Generation, ModelInfo, SamplingParams, TokenChunk
 from tests.rollout.scripted import EOS, Fault, ScriptedWorker, bits, undisturbed
-from tests.rollout.virtual import run_virtual
+from tests.rollout.virtual import run_virtual, until
 
 PROMPT = (11, 12, 13)
 P64 = SamplingParams(max_tokens=64, seed=1, ignore_eos=True)
@@ -123,9 +124,7 @@ def test_a_dead_worker_gets_nothing_until_its_trial_passes() -> None:
                 await client.generate(PROMPT, P64, session="c")
             assert len(home.requests) == sent
             home.revive()
-            async with asyncio.timeout(120):
-                while client.status().workers[0 if home is first else 1].breaker != "closed":
-                    await asyncio.sleep(0.1)
+            await until(lambda: all(worker.breaker == "closed" for worker in client.status().workers))
             assert home.probes >= 1
             await asyncio.gather(*(client.generate(PROMPT, P64, session=f"n{i}") for i in range(4)))
             assert len(home.requests) > sent
@@ -262,8 +261,7 @@ def test_an_id_in_flight_is_refused_and_a_finished_one_forgotten_without_a_journ
             await asyncio.sleep(0.1)
             with pytest.raises(InvalidRequest, match="in flight"):
                 await client.generate(PROMPT, P64, request_id="r")
-            joined = await client.resume("r")
-            assert joined == await first or bits(joined.logprobs) == bits((await first).logprobs)
+            assert await client.resume("r") is await first
             with pytest.raises(UnknownRequest):
                 await client.resume("r")
 
@@ -295,9 +293,7 @@ def test_cancelling_the_awaiting_task_reaches_the_worker_and_keeps_the_tokens() 
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await client.generate(PROMPT, P64, request_id="r")
-            async with asyncio.timeout(5):
-                while not worker.aborted:
-                    await asyncio.sleep(0)
+            await until(lambda: worker.aborted != [])
             assert worker.put_down == worker.aborted
             assert_undisturbed(await client.resume("r"), P64)
             assert worker.requests[1].position > 0
@@ -352,9 +348,7 @@ def test_close_ends_what_runs_and_everything_it_owns() -> None:
         async with RolloutClient([shared], owns_workers=False) as other:
             await other.generate(PROMPT, P64)
         assert not shared.is_closed
-        assert asyncio.all_tasks() == {asyncio.current_task()} | {
-            task for task in asyncio.all_tasks() if "bounded" in repr(task.get_coro())
-        }
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(story())
 
@@ -366,9 +360,7 @@ def test_a_worker_that_does_not_start_is_tried_again_while_others_work() -> None
             await client.generate(PROMPT, P64)
             assert late.requests == []
             late.start_fault = None
-            async with asyncio.timeout(60):
-                while not client.status().workers[0].is_fit:
-                    await asyncio.sleep(0.1)
+            await until(lambda: client.status().workers[0].is_fit)
             assert late.starts >= 2
 
     run_virtual(story())
@@ -409,6 +401,10 @@ def test_a_journal_that_fails_ends_the_streams_and_nothing_more_is_handed_on() -
                 raise JournalFault("no space left")
             super().append(request_id, start, chunk)
 
+    async def read(chunks: AsyncIterator[TokenChunk], got: list[int]) -> None:
+        async for chunk in chunks:
+            got += chunk.token_ids
+
     async def story() -> None:
         worker = ScriptedWorker()
         got: list[int] = []
@@ -416,8 +412,7 @@ def test_a_journal_that_fails_ends_the_streams_and_nothing_more_is_handed_on() -
             with pytest.raises(JournalFault):
                 await client.generate(PROMPT, P64)
             with pytest.raises(JournalFault):
-                async for chunk in client.stream(PROMPT, P64):
-                    got += chunk.token_ids
+                await read(client.stream(PROMPT, P64), got)
         assert tuple(got) == undisturbed(PROMPT, P64).token_ids[:10]
         assert len(worker.aborted) == 2
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["run_virtual"]
+__all__ = ["run_virtual", "until"]
 
 T = TypeVar("T")
 MOST_S = 50_000.0
@@ -47,3 +47,13 @@ def run_virtual(work: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(bounded())
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 120.0) -> None:
+    """Wait for something that no event tells of.
+
+    Raises:
+        TimeoutError: it does not come about."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for is the state of the code under test
+            await asyncio.sleep(0.01)
