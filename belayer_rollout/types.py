@@ -104,6 +104,10 @@ class TokenChunk:
     """Set on the last chunk of a stream, which may hold no token."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the end of sequence."""
+    start: int | None = field(default=None, compare=False)
+    """How many generated tokens come before this chunk, over all attempts (`EngineRequest.position` for the
+    first of an attempt), where the engine counts them: it lets a client see that a chunk came twice or was
+    lost. None where it cannot tell."""
 
 
 class Segment(NamedTuple):

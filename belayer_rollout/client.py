@@ -1,0 +1,530 @@
+"""The rollout client: tokens in, tokens out, over workers that may break at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from prometheus_client import CollectorRegistry
+
+from belayer_rollout.bubble import Lengths, predicted_rest_s, predicted_rest_tokens
+from belayer_rollout.continuation import Done
+from belayer_rollout.drive import PUT_DOWN_S, Budget, Driver
+from belayer_rollout.engines.base import EngineWorker, WeightSource
+from belayer_rollout.errors import (
+    ClientClosed,
+    InvalidRequest,
+    RequestCancelled,
+    RolloutError,
+    UnknownRequest,
+)
+from belayer_rollout.fleet import Fleet
+from belayer_rollout.journal import Journal
+from belayer_rollout.journal_base import LoggedRequest, MemoryJournal, TokenJournal
+from belayer_rollout.metrics import ClientMetrics
+from belayer_rollout.outlet import MOST_CHUNKS, Outlet
+from belayer_rollout.pace import PaceLimits
+from belayer_rollout.routing import BreakerLimits
+from belayer_rollout.run import Run
+from belayer_rollout.status import ClientStatus, WorkerStatus
+from belayer_rollout.stops import StopWatch, TextDecoder, decode_function
+from belayer_rollout.types import MOST_SEED, Generation, OnVersionChange, SamplingParams, TokenChunk
+from belayer_rollout.watch import Watch
+
+__all__ = ["RolloutClient"]
+
+RULES = ("continue", "restart", "fail")
+
+_log = logging.getLogger(__name__)
+
+
+class RolloutClient:
+    """Generates on a fleet of workers. A request outlives any worker, and with a journal the client as well.
+
+    All calls belong to one event loop. The workers are started by the first call (or by ``async with``) and
+    closed with the client, as is a journal that it opened itself."""
+
+    def __init__(
+        self,
+        workers: Sequence[EngineWorker],
+        *,
+        journal: str | Path | TokenJournal | None = None,
+        tokenizer: TextDecoder | None = None,
+        durability: Literal["strict", "relaxed"] = "strict",
+        on_version_change: OnVersionChange = "continue",
+        max_in_flight: int = 4096,
+        budget: Budget | None = None,
+        pace: PaceLimits | None = None,
+        breaker: BreakerLimits | None = None,
+        max_buffered_chunks: int = MOST_CHUNKS,
+        owns_workers: bool = True,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """``journal``: a file (opened with ``durability``), a journal, or None: tokens are kept in memory
+        until their request ends. ``tokenizer``: for stop strings. ``max_in_flight``: further requests wait.
+        ``max_buffered_chunks``: how far a stream is read ahead of its consumer. ``owns_workers``: False
+        leaves them open when the client closes. ``registry``: for the metrics; None makes one.
+
+        Raises:
+            InvalidRequest: an option out of range, no worker, or two of one name."""
+        _check_rule(on_version_change)
+        if durability not in ("strict", "relaxed"):
+            raise InvalidRequest(f'durability is "strict" or "relaxed", not {durability!r}')
+        if max_in_flight < 1 or max_buffered_chunks < 1:
+            raise InvalidRequest("max_in_flight and max_buffered_chunks must be 1 or more")
+        self._pace = pace or PaceLimits()
+        self._budget = budget or Budget()
+        self._journal_at = journal
+        self._durability = durability
+        self._tokenizer = tokenizer
+        self._rule = on_version_change
+        self._max_buffered = max_buffered_chunks
+        self._owns_workers = owns_workers
+        self.metrics = ClientMetrics(registry)
+        self._fleet = Fleet(
+            workers, breaker=breaker or BreakerLimits(), pace=self._pace, metrics=self.metrics, clock=_now
+        )
+        self._lengths = Lengths()
+        self._runs: dict[str, Run] = {}
+        self._num_open = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._admission = asyncio.Event()
+        self._admission.set()
+        self._starting = asyncio.Lock()
+        self._updating = asyncio.Lock()
+        self._journal: TokenJournal | None = None
+        self._driver: Driver | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the workers and open the journal. Idempotent; the first request does it too.
+
+        Raises:
+            SetupError: a worker cannot work on this host.
+            WorkerFault: no worker could be started (if some could, the others are tried again later).
+            JournalFault: the journal cannot be opened."""
+        await self._started()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str = "",
+        request_id: str | None = None,
+        on_version_change: OnVersionChange | None = None,
+    ) -> Generation:
+        """The whole generation. Requests of one ``session`` go to one worker while it is well. A
+        ``request_id`` that the journal knows goes on from its tokens. Cancelling the caller ends it at the
+        worker, too; its tokens stay in the journal.
+
+        Raises:
+            InvalidRequest: a value out of range, stop strings without a tokenizer, an id that is in flight
+                here or in the journal with other content.
+            RequestRejected: the engine refuses it.
+            RequestFailed: the budget is used up; `resume` can try again later.
+            WeightVersionChanged: the rule is "fail", and the weights changed.
+            RequestCancelled: through `cancel`.
+            JournalFault: the journal failed.
+            ClientClosed: the client was, or is being, closed."""
+        run = self._launch(prompt_token_ids, params, session, request_id, on_version_change)
+        return await self._outcome(run)
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        session: str = "",
+        request_id: str | None = None,
+        on_version_change: OnVersionChange | None = None,
+    ) -> AsyncIterator[TokenChunk]:
+        """The same, chunk by chunk: each token once, in order, after the commit that makes it durable. The
+        last chunk has the finish reason, and may hold no token. Leaving the iterator cancels the request.
+
+        Raises:
+            InvalidRequest: also for the rule "restart", as what was handed on cannot be taken back.
+            RolloutError: as `generate`."""
+        rule = on_version_change or self._rule
+        if rule == "restart":
+            raise InvalidRequest(
+                'a stream cannot "restart" what it has handed on: use generate, or another rule'
+            )
+        outlet = Outlet(self._max_buffered)
+        run = self._checked(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
+        return self._stream(run, request_id is not None)
+
+    async def resume(
+        self, request_id: str, *, on_version_change: OnVersionChange | None = None
+    ) -> Generation:
+        """The generation of a journalled request: at once if it has ended, else it goes on from its tokens.
+        One that is in flight here is waited for.
+
+        Raises:
+            UnknownRequest: the journal holds no such request.
+            RolloutError: as `generate`."""
+        if (running := self._runs.get(request_id)) is not None and running.task is not None:
+            return await asyncio.shield(running.task)
+        _, journal = await self._started()
+        logged = await journal.load(request_id)
+        if logged.finish_reason is not None:
+            run = Run(request_id, logged.session, logged.prompt_token_ids, logged.params, self._rule)
+            return _finished(run, logged)
+        return await self.generate(
+            logged.prompt_token_ids,
+            logged.params,
+            session=logged.session,
+            request_id=request_id,
+            on_version_change=on_version_change,
+        )
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request in flight, here and at its worker; the journal has it as "abort". Whoever waits for
+        it gets RequestCancelled. False: it was not in flight."""
+        run = self._runs.get(request_id)
+        if run is None or run.task is None:
+            return False
+        run.ended_by = "cancel"
+        run.task.cancel()
+        await asyncio.wait([run.task])
+        if run.telling is not None:
+            await asyncio.wait([run.telling])
+        if not run.task.cancelled():
+            return False
+        if run.is_open and self._journal is not None:
+            await self._journal.finish(request_id, "abort", None, len(run.tokens))
+        return True
+
+    def hint_bubble(self, name: str, *, quantile: float = 0.5) -> float | None:
+        """Seconds until the running generation of this request id, or session, is likely to end: from its
+        worker's pace and from how long generations that went as far as this one went on. None: none runs.
+        0.0: it is about to end, or nothing is known to go by."""
+        run = self._runs.get(name)
+        if run is None:
+            run = next((one for one in reversed(self._runs.values()) if one.session == name), None)
+        if run is None:
+            return None
+        made = len(run.tokens)
+        rest = predicted_rest_tokens(
+            made, run.params.max_tokens, self._lengths.beyond(run.session, made), quantile
+        )
+        seat = self._fleet.seats.get(run.worker) if run.worker is not None else None
+        return predicted_rest_s(rest, (seat.pace.gap_s if seat else None) or 0.0)
+
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Put other weights in force on all workers. New requests wait until that is done; running ones go
+        on, under the new weights from some token on, which their chunks tell. Once begun it is carried
+        through, even if the caller is cancelled.
+
+        Raises:
+            UpdateFailed: not every worker followed; ``version`` is in force. If any followed, the others are
+                out of rotation until they have those weights: the fleet is never a mixture."""
+        await self._started()
+        task = asyncio.ensure_future(self._update(version, source))
+        self._keep(task)
+        await asyncio.shield(task)
+
+    def status(self) -> ClientStatus:
+        """How things are now."""
+        return ClientStatus(
+            workers=tuple(
+                WorkerStatus(
+                    name=seat.name,
+                    is_fit=seat.is_fit,
+                    is_stale=seat.is_stale,
+                    breaker=seat.breaker.state.value,
+                    load=len(seat.runs),
+                    sent=seat.sent,
+                    gap_s=seat.pace.gap_s,
+                    deadline_s=seat.pace.deadline_s,
+                    weight_version=seat.version,
+                    faults=dict(seat.faults),
+                )
+                for seat in self._fleet.seats.values()
+            ),
+            in_flight=self._num_open,
+            waiting=len(self._runs) - self._num_open,
+            weight_version=self._fleet.version,
+        )
+
+    async def aclose(self) -> None:
+        """Cancel what runs (the journal keeps it for `resume`) and close what the client owns. Idempotent,
+        never raises."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    close = aclose
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _stream(self, run: Run, has_id: bool) -> AsyncIterator[TokenChunk]:
+        self._go(run, has_id=has_id)
+        assert run.outlet is not None
+        assert run.task is not None
+        try:
+            while (chunk := await run.outlet.get()) is not None:
+                yield chunk
+        finally:
+            run.task.cancel()
+            await asyncio.wait([run.task])
+
+    def _launch(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        session: str,
+        request_id: str | None,
+        rule: OnVersionChange | None,
+    ) -> Run:
+        run = self._checked(prompt, params, session, request_id, rule)
+        self._go(run, has_id=request_id is not None)
+        return run
+
+    def _checked(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        session: str,
+        request_id: str | None,
+        rule: OnVersionChange | None,
+        *,
+        outlet: Outlet | None = None,
+    ) -> Run:
+        """The request as a run.
+
+        Raises:
+            InvalidRequest: it cannot be honoured."""
+        rule = _check_rule(rule or self._rule)
+        try:
+            token_ids = tuple(map(operator.index, prompt))
+        except TypeError as error:
+            raise InvalidRequest(f"prompt_token_ids must be integers: {error}") from error
+        if not token_ids or min(token_ids) < 0:
+            raise InvalidRequest("prompt_token_ids must hold at least one id, and none below 0")
+        if params.exact_resume:
+            lacking = [n for n, s in self._fleet.seats.items() if not s.worker.supports_exact_resume]
+            if lacking:
+                raise InvalidRequest(f"exact_resume is asked for, and these workers lack it: {lacking}")
+        watch_stops = None
+        if params.stop:
+            if self._tokenizer is None:
+                raise InvalidRequest(
+                    "stop strings need a client with a tokenizer: RolloutClient(tokenizer=...)"
+                )
+            decode = decode_function(
+                self._tokenizer, skip_special_tokens=params.extra.get("skip_special_tokens", True)
+            )
+
+            def watch_stops() -> StopWatch:
+                return StopWatch(decode, token_ids, params.stop, min_tokens=params.min_tokens)
+
+        return Run(
+            request_id or uuid.uuid4().hex,
+            session,
+            token_ids,
+            params,
+            rule,
+            watch_stops=watch_stops,
+            outlet=outlet,
+        )
+
+    def _go(self, run: Run, *, has_id: bool) -> None:
+        """Let the run run, as a task of its own."""
+        if self._closing is not None:
+            raise ClientClosed("the client is closed")
+        if run.request_id in self._runs:
+            raise InvalidRequest(f"request {run.request_id!r} is in flight already")
+        self._runs[run.request_id] = run
+        run.task = asyncio.create_task(self._work(run, has_id=has_id))
+        run.task.add_done_callback(lambda task: self._ended(run, task))
+
+    async def _work(self, run: Run, *, has_id: bool) -> Generation:
+        driver, journal = await self._started()
+        async with self._slots:
+            await self._admission.wait()
+            self._num_open += 1
+            self.metrics.in_flight.inc()
+            try:
+                known = await self._open(run, journal, has_id=has_id)
+                if isinstance(known, Generation):
+                    return known
+                return await driver.drive(run, known)
+            finally:
+                self._num_open -= 1
+                self.metrics.in_flight.dec()
+
+    async def _open(self, run: Run, journal: TokenJournal, *, has_id: bool) -> Generation | Done | None:
+        """Enter it into the journal, or take up what is there."""
+        if has_id:
+            try:
+                logged = await journal.load(run.request_id)
+            except UnknownRequest:
+                pass
+            else:
+                return self._take_up(run, logged)
+        if run.params.seed is None:
+            run.params = replace(run.params, seed=secrets.randbelow(MOST_SEED))
+        await journal.open_request(run.request_id, run.session, run.prompt, run.params)
+        run.is_open = True
+        return None
+
+    def _take_up(self, run: Run, logged: LoggedRequest) -> Generation | Done | None:
+        asked = run.params if run.params.seed is not None else replace(run.params, seed=logged.params.seed)
+        if (run.session, run.prompt, asked) != (
+            logged.session,
+            tuple(logged.prompt_token_ids),
+            logged.params,
+        ):
+            raise InvalidRequest(f"the journal has another request under the id {run.request_id!r}")
+        run.params, run.failovers, run.is_open = asked, logged.failovers, True
+        ended = None if logged.finish_reason is None else _finished(run, logged)
+        found = None if ended else run.restore([chunk for _, chunk in logged.chunks], self._fleet.info)
+        if run.outlet is not None:
+            for chunk in run.chunks(ended):
+                run.outlet.put(chunk, None)
+        return ended or found
+
+    async def _outcome(self, run: Run) -> Generation:
+        assert run.task is not None
+        try:
+            return await run.task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if run.ended_by is not None and not (caller and caller.cancelling()):
+                raise _ending(run) from None
+            raise
+
+    def _ended(self, run: Run, task: asyncio.Task[Generation]) -> None:
+        """The run's task is done, in whatever way."""
+        del self._runs[run.request_id]
+        error: BaseException | None
+        if task.cancelled():
+            error = _ending(run) if run.ended_by else asyncio.CancelledError()
+            outcome = "cancelled"
+        elif error := task.exception():
+            outcome = type(error).__name__
+        else:
+            outcome = task.result().finish_reason
+            self._lengths.observe(run.session, len(run.tokens))
+        self.metrics.requests.labels(outcome).inc()
+        if run.outlet is not None:
+            run.outlet.close(error)
+
+    async def _started(self) -> tuple[Driver, TokenJournal]:
+        if self._closing is not None:
+            raise ClientClosed("the client is closed")
+        if self._driver is None or self._journal is None:
+            async with self._starting:
+                if self._driver is None or self._journal is None:
+                    await self._fleet.start()
+                    self._journal = self._open_journal()
+                    clock = asyncio.get_running_loop().time
+                    self._driver = Driver(
+                        self._fleet,
+                        self._journal,
+                        self.metrics,
+                        self._budget,
+                        clock=clock,
+                        spawn=self._spawn,
+                        nonce=secrets.token_hex(3),
+                    )
+                    watch = Watch(self._fleet, self._pace, self.metrics, clock=clock, spawn=self._spawn)
+                    self._watching = asyncio.create_task(watch.keep())
+        return self._driver, self._journal
+
+    def _open_journal(self) -> TokenJournal:
+        if self._journal_at is None:
+            return MemoryJournal()
+        if isinstance(self._journal_at, str | Path):
+            return Journal(self._journal_at, durability=self._durability)
+        return self._journal_at
+
+    async def _update(self, version: int, source: WeightSource) -> None:
+        async with self._updating:
+            self._admission.clear()
+            try:
+                await self._fleet.update_weights(version, source)
+            finally:
+                self._admission.set()
+
+    async def _close(self) -> None:
+        running = [run for run in self._runs.values() if run.task is not None]
+        for run in running:
+            run.ended_by = run.ended_by or "close"
+            if run.task is not None:
+                run.task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        ending = [*(run.task for run in running if run.task is not None)]
+        if self._watching is not None:
+            await asyncio.wait([self._watching])
+        if ending:
+            await asyncio.wait(ending)
+        if self._tasks:
+            _, late = await asyncio.wait(list(self._tasks), timeout=PUT_DOWN_S)
+            for task in late:
+                task.cancel()
+        if self._owns_workers:
+            await self._fleet.close()
+        if self._journal is not None and self._journal is not self._journal_at:
+            await self._journal.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._keep(task)
+        return task
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold on to a task in the background: the event loop does not."""
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, RolloutError):
+            _log.error("a task of the client broke", exc_info=error)
+
+
+def _now() -> float:
+    """Never a wall clock: those jump."""
+    return asyncio.get_running_loop().time()
+
+
+def _check_rule(rule: OnVersionChange) -> OnVersionChange:
+    if rule not in RULES:
+        raise InvalidRequest(f"on_version_change is one of {RULES}, not {rule!r}")
+    return rule
+
+
+def _ending(run: Run) -> RolloutError:
+    if run.ended_by == "close":
+        return ClientClosed(f"the client was closed under request {run.request_id}")
+    return RequestCancelled(f"request {run.request_id} was cancelled")
+
+
+def _finished(run: Run, logged: LoggedRequest) -> Generation:
+    """A request that has ended, from its journal."""
+    run.stops = None
+    run.failovers = logged.failovers
+    for _, chunk in logged.chunks:
+        run.take(chunk)
+    assert logged.finish_reason is not None
+    return run.generation(Done(logged.finish_reason, logged.stop_reason))
