@@ -221,13 +221,13 @@ class ScriptedWorker:
 
     async def _chunks(self, request: EngineRequest, fault: Fault | None) -> AsyncIterator[TokenChunk]:
         eos = self.info.eos_token_ids[0] if self.info.eos_token_ids else EOS
-        made = tokens_of(request.token_ids, request.params, eos=eos)
-        if self.tokens is not None:
+        if self.tokens is None:
+            made = tokens_of(request.token_ids, request.params, eos=eos)
+        else:
             rest = self.tokens[request.position :][: request.params.max_tokens]
-            reason: FinishReason = (
-                "length" if request.position + len(rest) < len(self.tokens) or not rest else "stop"
-            )
-            made = [(t, p, None, None) for t, p in rest[:-1]] + [(*rest[-1], reason, None)]
+            is_all = request.position + len(rest) == len(self.tokens)
+            made = [(token, logprob, None, None) for token, logprob in rest[:-1]]
+            made.append((*rest[-1], "stop" if is_all else "length", None))
         at = 0
         last: TokenChunk | None = None
         while at < len(made):
