@@ -59,6 +59,8 @@ class Settings:
     """Between two events of a stream; 0: as fast as the reader reads."""
     queue_s: float = 0.0
     """Before the first event of a stream."""
+    hold: bool = False
+    """While it is set, no stream gets its first event."""
     probe_s: float = 0.0
     """Before the token of a request for one token."""
     health_s: float = 0.0

@@ -44,6 +44,8 @@ class ScriptedEngine:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.faults = Faults(settings.faults)
+        self.released = asyncio.Event()
+        self._release()
         self.requests: list[dict[str, Any]] = []
         self.tokens = 0
         self.running = 0
@@ -92,6 +94,7 @@ class ScriptedEngine:
             return web.Response(status=400, text=str(exc))
         if "faults" in given:
             self.faults = Faults(self.settings.faults)
+        self._release()
         return web.Response()
 
     async def log(self, request: web.Request) -> web.Response:
@@ -140,6 +143,12 @@ class ScriptedEngine:
             self.aborted += transport.is_closing()
         return response
 
+    def _release(self) -> None:
+        if self.settings.hold:
+            self.released.clear()
+        else:
+            self.released.set()
+
 
 class _Stream:
     """One answer on its way."""
@@ -171,6 +180,7 @@ class _Stream:
         """Send all of it. False: it did not come to its proper end."""
         settings, engine, transport = self.engine.settings, self.engine, self.transport
         await asyncio.sleep(settings.probe_s if self.max_tokens == 1 else settings.queue_s)
+        await engine.released.wait()
         while not transport.is_closing():
             if (fault := engine.faults.due(self.count, engine.tokens)) is not None:
                 if not await self._break(fault):
