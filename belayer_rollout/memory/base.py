@@ -7,9 +7,13 @@ tensor, view and CUDA graph that points there stays valid. A handle is a file de
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
-__all__ = ["MemoryMapper", "OwnerMemory", "Region"]
+__all__ = ["Access", "MemoryMapper", "OwnerMemory", "Region"]
+
+Access: TypeAlias = Literal["read", "write", "copy"]
+"""How a worker maps a region: to read it, to write it for all, or to write pages that become its own
+(copy-on-write, where the kind of memory has that; else as "write")."""
 
 
 class Region(Protocol):
@@ -58,7 +62,7 @@ class MemoryMapper(Protocol):
     @property
     def granularity(self) -> int: ...
 
-    def map(self, handle: int, num_bytes: int, *, writable: bool, at: int | None = None) -> int:
+    def map(self, handle: int, num_bytes: int, access: Access, *, at: int | None = None) -> int:
         """Map a handle and return the address. With ``at``, in one step in place of what is mapped there.
         The handle stays the caller's, who may close it at once.
 

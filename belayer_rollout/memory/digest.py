@@ -35,7 +35,7 @@ def sample(count: int, size: int | None, draw: random.Random) -> list[int]:
         return list(range(count))
     if size < 2:
         return draw.sample(range(count), size)
-    return sorted({0, count - 1, *draw.sample(range(count), size - 2)})
+    return sorted({0, count - 1, *draw.sample(range(1, count - 1), size - 2)})
 
 
 def differing(buffer: memoryview, digests: Sequence[bytes], chunks: Iterable[int]) -> list[int]:

@@ -31,8 +31,9 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """Bytes per element, by torch's names."""
 
-Kind = Literal["param", "buffer", "transient"]
-"""A parameter, a buffer of the state dict, or a buffer that is in no state dict (a rotary cache)."""
+Kind = Literal["param", "buffer", "transient", "attribute"]
+"""A parameter, a buffer of the state dict, a buffer that is in no state dict (a rotary cache), or a tensor
+that a module keeps as a plain attribute."""
 
 
 class TensorSpec(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from belayer_rollout.errors import OwnerDamaged
+from belayer_rollout.memory.base import Access
 
 __all__ = ["HostMapper", "HostMemory", "HostRegion", "bytes_at"]
 
@@ -101,9 +102,10 @@ class HostMapper:
 
     granularity = mmap.PAGESIZE
 
-    def map(self, handle: int, num_bytes: int, *, writable: bool, at: int | None = None) -> int:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return _mmap(at, num_bytes, protection, mmap.MAP_SHARED, handle)
+    def map(self, handle: int, num_bytes: int, access: Access, *, at: int | None = None) -> int:
+        protection = mmap.PROT_READ | (0 if access == "read" else mmap.PROT_WRITE)
+        flags = mmap.MAP_PRIVATE if access == "copy" else mmap.MAP_SHARED
+        return _mmap(at, num_bytes, protection, flags, handle)
 
     def map_scratch(self, num_bytes: int, *, at: int | None = None) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
