@@ -107,8 +107,8 @@ def is_stopped(pid: int) -> bool:
     return fields[0] in ("T", "t")
 
 
-def shared_memory_of(pids: Iterable[int]) -> frozenset[str]:
-    """Names in /dev/shm of what these processes map there: a killed one leaves them behind."""
+def shared_memory_of(pids: Iterable[int | str]) -> frozenset[str]:
+    """Names in /dev/shm of what these processes ("self": this one) map; killed ones leave them behind."""
     names: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -228,20 +228,18 @@ class Server:
             try:
                 while True:
                     message, fds = wire.receive(sock)
+                    reply: Reply = ({}, [])
                     try:
                         if message.get("op") == "lease":
                             self._begin_lease(holder, sock)
-                            fields, out = {}, []
-                        elif message.get("op") == "stop":
-                            fields, out = {}, []
-                        else:
-                            fields, out = self._owner.handle(holder, dict(message), fds)
+                        elif message.get("op") != "stop":
+                            reply = self._owner.handle(holder, dict(message), fds)
                     finally:
                         wire.close_all(fds)
                     try:
-                        wire.send(sock, fields, out)
+                        wire.send(sock, *reply)
                     finally:
-                        wire.close_all(out)
+                        wire.close_all(reply[1])
                     if message.get("op") == "stop":
                         self.stop()
             except (EOFError, OSError, ValueError):

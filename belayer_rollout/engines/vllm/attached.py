@@ -1,4 +1,4 @@
-"""A vLLM engine on an owner's memory, as a pair wants it: what `VllmWorker` is, and what a take-over needs."""
+"""A vLLM engine on an owner's memory, as a pair wants it: a `VllmWorker`, and what a take-over needs."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ class AttachedVllm(VllmWorker):
         name: str,
         engine_args: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
-        weight_version: int = 0,
         files_version: int = 0,
         exact_resume: bool = True,
         in_background: bool = False,
     ) -> None:
-        """``weight_version``: of what the owner holds; ``files_version``: of ``model`` on disk, which an
-        empty owner is given. ``in_background``: yield the processor to others until it is ready."""
+        """``files_version``: of ``model`` on disk, which an empty owner is given; what an owner holds has a
+        version of its own. ``in_background``: yield the processor to others until it is ready."""
         arguments = {
             **(engine_args or {}),
             "load_format": "belayer",
@@ -61,7 +60,7 @@ class AttachedVllm(VllmWorker):
             name=name,
             engine_args=arguments,
             env=env,
-            weight_version=weight_version,
+            weight_version=files_version,
             exact_resume=exact_resume,
         )
         self._in_background = in_background
@@ -170,19 +169,19 @@ class AttachedVllm(VllmWorker):
             died.cancel()
 
 
-def half_of_the_cores(index: int) -> str:
-    """CPUs for an engine, in vLLM's notation: the lower or the upper half, by the parity of ``index``.
+def half_of_the_cores(lane: int) -> str:
+    """CPUs for an engine, in vLLM's notation: the lower or the upper half, by ``lane`` (0 or 1).
 
     Primary and shadow get different ones: building a shadow takes no cycle from the engine that serves.
     Both get as many, as another number of threads may add up in another order."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    start = half * (index % 2) if len(cores) > 1 else 0
+    start = half * lane if len(cores) > 1 else 0
     return ",".join(map(str, cores[start : start + half]))
 
 
 async def _renice_next_child(known: set[int | None]) -> None:
-    """vLLM starts EngineCore, whose threads and workers inherit its priority; it has just one when it is new."""
+    """EngineCore's threads and workers inherit its priority; when it is new it has one thread."""
     if not _can_raise_priority():
         return
     while True:

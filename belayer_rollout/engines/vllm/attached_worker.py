@@ -29,7 +29,7 @@ from belayer_rollout.memory.client import OwnerClient
 __all__ = ["AttachedCPUWorker", "AttachedGPUWorker"]
 
 
-class _Arena(TorchFunctionMode):  # type: ignore[misc]
+class _Arena(TorchFunctionMode):
     """Within: the one flat int8 tensor of zeros that vLLM's KV cache is cut from lies in scratch memory."""
 
     def __init__(self, memory: str) -> None:

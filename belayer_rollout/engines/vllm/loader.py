@@ -144,7 +144,7 @@ class OwnedWeights:
             raise SetupError(f"the owner holds another model: {num_bytes} bytes, not {self.num_bytes}")
 
 
-class BelayerLoader(BaseModelLoader):  # type: ignore[misc]
+class BelayerLoader(BaseModelLoader):
     """vLLM's side of the owner. See the module's docstring."""
 
     def __init__(self, load_config: LoadConfig) -> None:

@@ -96,7 +96,7 @@ def install_views(model: nn.Module, layout: Layout, region: torch.Tensor) -> Non
         module._parameters.pop(leaf, None)
         module._buffers.pop(leaf, None)
         if kind == "param":
-            module.register_parameter(leaf, tensor)  # type: ignore[arg-type]
+            module.register_parameter(leaf, tensor)
         else:
             module.register_buffer(leaf, tensor, persistent=kind == "buffer")
     left = [name for name, tensor, _ in _named_tensors(model) if tensor.is_meta]
