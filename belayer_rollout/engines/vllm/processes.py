@@ -9,12 +9,24 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-__all__ = ["DeathWatch", "EngineProcesses", "end_marked", "engine_environment", "marked", "unfit"]
+__all__ = [
+    "DeathWatch",
+    "EngineProcesses",
+    "end_marked",
+    "engine_environment",
+    "marked",
+    "shared_memory_of",
+    "unfit",
+    "unlink_shared_memory",
+]
 
 MARK = "BELAYER_ENGINE"
 """Environment variable by which every process of an engine is found, also when its parent is gone."""
@@ -41,6 +53,8 @@ def engine_environment(mark: str, variables: Mapping[str, str]) -> Iterator[None
     """These variables in os.environ, from which vLLM reads them and its children inherit them, for no longer
     than an engine's start takes. One engine of a process starts at a time."""
     wanted = dict(variables) | {MARK: mark}
+    # This process's own tracker must not bear the mark and end with the engine.
+    resource_tracker.ensure_running()
     with _environment:
         before = {name: os.environ.get(name) for name in wanted}
         os.environ.update(wanted)
@@ -89,6 +103,28 @@ def unfit(processes: EngineProcesses) -> bool:
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
             return True
     return False
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Names of the shared memory segments that these processes map and this one does not."""
+    return set().union(*(_mapped(pid) for pid in pids)) - _mapped(os.getpid())
+
+
+def unlink_shared_memory(names: Iterable[str]) -> None:
+    """Remove what killed processes left: their segments would otherwise last until this process ends."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            segment = SharedMemory(name)
+            segment.close()
+            segment.unlink()
+
+
+def _mapped(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line}
 
 
 class DeathWatch:
