@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from belayer_rollout.errors import UpdateFailed, WorkerGone
+from belayer_rollout.errors import WorkerGone
 from belayer_rollout.models import ensure_model
 from belayer_rollout.pair_state import PairState
 from belayer_rollout.shadow import ShadowPair
