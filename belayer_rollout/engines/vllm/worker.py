@@ -439,8 +439,8 @@ class VllmWorker:
             raise WorkerFault(f"{self._name}: vLLM failed: {error!r}", worker=self._name) from error
 
     async def _end(self, why: str) -> None:
-        """Never raises. Kills: asked to end itself an idle engine took 4 to 10 s on a busy host, a stopped one
-        would not at all, and none holds anything that would be lost."""
+        """Never raises. Kills: asked to end itself an idle engine took 4 to 10 s on a busy host, a stopped
+        one would not at all, and none holds anything that would be lost."""
         engine, self._engine = self._engine, None
         self._on_death(None, why)
         if engine is not None and engine.output_handler is not None:
