@@ -33,14 +33,12 @@ WATCHDOG_S = 30.0
 
 @contextmanager
 def nothing_left_of(engine: VllmWorker) -> Iterator[None]:
-    shared = set(os.listdir("/dev/shm"))
     environment = dict(os.environ)
     yield
     assert marked(engine._mark) == []
     assert not any(Path(f"/proc/{pid}").exists() for pid in engine.processes().all)
     # Other engines of this host come and go: only what was this one's counts.
-    assert not engine._shared_memory & set(os.listdir("/dev/shm"))
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("belayer-")}
+    assert not [name for name in engine._shared_memory if Path("/dev/shm", name).exists()]
     assert {
         name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "SPT"))
     } == {name: value for name, value in environment.items() if name.startswith(("VLLM_", "HF_", "SPT"))}
@@ -53,13 +51,14 @@ def tiny(**options: Any) -> VllmWorker:
 
 async def running(engine: VllmWorker) -> list[asyncio.Task[Any]]:
     """Streams of which each has had a token."""
-    started = [asyncio.Event() for _ in PROMPTS]
-    tasks = [
-        asyncio.create_task(stream(engine, prompt, LONG, on_token=lambda got, event=event: event.set()))
-        for prompt, event in zip(PROMPTS, started, strict=True)
-    ]
-    await asyncio.gather(*[event.wait() for event in started])
-    return tasks
+
+    def begun(prompt: tuple[int, ...]) -> tuple[asyncio.Task[Any], asyncio.Event]:
+        started = asyncio.Event()
+        return asyncio.create_task(stream(engine, prompt, LONG, on_token=lambda got: started.set())), started
+
+    both = [begun(prompt) for prompt in PROMPTS]
+    await asyncio.gather(*[started.wait() for _, started in both])
+    return [task for task, _ in both]
 
 
 @pytest.mark.parametrize("victim", ["core", "worker"])
@@ -118,7 +117,7 @@ def test_start_that_is_cancelled_or_closed_leaves_nothing() -> None:
 
     async def cancelled() -> None:
         starting = asyncio.create_task(engine.start())
-        while not marked(engine._mark):
+        while not marked(engine._mark):  # noqa: ASYNC110 - another process, which sets no event of ours
             await asyncio.sleep(0.05)
         starting.cancel()
         await asyncio.wait({starting})
