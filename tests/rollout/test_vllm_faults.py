@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from belayer_rollout.engines.vllm import VllmWorker, worker
@@ -30,18 +31,33 @@ PROMPTS = prompts(3)
 WATCHDOG_S = 30.0
 """What a stream without tokens would be given up after; the tests wait no longer than this for a fault."""
 
+OURS = [
+    *worker.ENVIRONMENT,
+    "HF_HUB_OFFLINE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "OMP_NUM_THREADS",
+    "BELAYER_ENGINE",
+]
+
 
 @contextmanager
 def nothing_left_of(engine: VllmWorker) -> Iterator[None]:
-    environment = dict(os.environ)
+    environment = {name: os.environ.get(name) for name in OURS}
     yield
     assert marked(engine._mark) == []
-    assert not any(Path(f"/proc/{pid}").exists() for pid in engine.processes().all)
+    # A worker's zombie is init's to reap, not ours, once its EngineCore is gone.
+    assert not [process for process in engine._known if process.is_running() and not is_zombie(process)]
     # Other engines of this host come and go: only what was this one's counts.
     assert not [name for name in engine._shared_memory if Path("/dev/shm", name).exists()]
-    assert {
-        name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "SPT"))
-    } == {name: value for name, value in environment.items() if name.startswith(("VLLM_", "HF_", "SPT"))}
+    # vLLM itself sets some more when it is imported, and reads them later.
+    assert {name: os.environ.get(name) for name in OURS} == environment
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def tiny(**options: Any) -> VllmWorker:
@@ -157,8 +173,6 @@ def test_missing_vllm_is_answered_with_the_remedy(monkeypatch: pytest.MonkeyPatc
 def test_engine_ends_with_the_process_that_uses_it(tmp_path: Path) -> None:
     import subprocess
     import sys
-
-    import psutil
 
     script = tmp_path / "user.py"
     script.write_text(

@@ -7,13 +7,16 @@ import contextlib
 import multiprocessing
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from belayer_rollout.engines.base import WeightSource
 from belayer_rollout.engines.vllm.extension import EXTENSION
+from belayer_rollout.engines.vllm.outputs import chunks, end_tokens, version_starts
 from belayer_rollout.engines.vllm.params import EXACT_PROCESSOR, sampling_arguments
 from belayer_rollout.engines.vllm.processes import (
     END_S,
@@ -24,7 +27,6 @@ from belayer_rollout.engines.vllm.processes import (
     shared_memory_of,
     unlink_shared_memory,
 )
-from belayer_rollout.engines.vllm.stamps import pieces
 from belayer_rollout.engines.vllm.weights import check_complete, staged
 from belayer_rollout.errors import (
     EngineMissing,
@@ -58,8 +60,6 @@ ENVIRONMENT = {
     # Titles are otherwise written over the environment, by which an engine's processes are found.
     "SPT_NOENV": "1",
 }
-
-FINISHED = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmWorker:
@@ -100,7 +100,9 @@ class VllmWorker:
         self._updating = asyncio.Lock()
         self._engine: Any = None
         self._processes = EngineProcesses((), ())
+        self._known: list[psutil.Process] = []
         self._shared_memory: set[str] = set()
+        self._ends: tuple[int, ...] = ()
         self._watch: DeathWatch | None = None
         self._streams: dict[str, Any] = {}
         """vLLM's output queue of every running request, by vLLM's own id."""
@@ -133,7 +135,7 @@ class VllmWorker:
             SetupError: the model or an engine argument is wrong.
             WorkerGone: it died on the way. Whatever is raised, no process is left."""
         async with self._starting:
-            if self._engine is not None or self._closed:
+            if self._engine is not None or self._closed or self._gone is not None:
                 self._alive()
                 return
             if find_spec("vllm") is None:
@@ -142,9 +144,11 @@ class VllmWorker:
                 self._engine = await self._built()
                 if self._closed:
                     raise WorkerGone("closed while it started", worker=self._name)
+                self._ends = end_tokens(self._engine.model_config)
                 await self._engine.update_weight_version(str(self._version))
                 pids = await self.rpc("belayer_pids", deadline_s=RPC_DEADLINE_S)
-                self._processes = _told_apart(pids)
+                self._processes = EngineProcesses.of(pids)
+                self._known = [psutil.Process(pid) for pid in self._processes.all]
                 self._shared_memory = shared_memory_of(self._processes.all)
                 self._watch = DeathWatch(self._processes.all, self._on_death)
                 await self.rpc("belayer_end_with", os.getpid(), deadline_s=RPC_DEADLINE_S)
@@ -158,7 +162,7 @@ class VllmWorker:
         return ModelInfo(
             name=self._model,
             max_model_len=config.max_model_len,
-            eos_token_ids=_end_tokens(config),
+            eos_token_ids=self._ends,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
@@ -178,7 +182,9 @@ class VllmWorker:
                     # Nowait first: a task switch less per token where the engine is ahead.
                     output = queue.get_nowait() or await queue.get()
                 finished = output.finished
-                for chunk in self._chunks(queue.request_id, output.outputs[0], made):
+                completion = output.outputs[0]
+                starts = version_starts(engine, queue.request_id, completion, self._version)
+                for chunk in chunks(completion, made, starts, self._name, self._ends):
                     made += len(chunk.token_ids)
                     yield chunk
         finally:
@@ -249,11 +255,13 @@ class VllmWorker:
         Raises:
             WorkerHung: one is still there 10 s after its SIGKILL."""
         self._on_death(None, "killed")
-        if not await asyncio.to_thread(end_marked, self._mark):
+        if not await asyncio.to_thread(end_marked, self._mark, self._known):
             raise WorkerHung("a process is still there 10 s after its SIGKILL", worker=self._name)
 
     async def close(self) -> None:
         self._closed = True
+        if self._starting.locked():
+            await asyncio.to_thread(end_marked, self._mark)  # or it would be awaited first
         async with self._starting:
             await self._end("closed")
 
@@ -322,41 +330,6 @@ class VllmWorker:
         except (ValueError, TypeError, VLLMClientError) as error:
             raise RequestRejected(f"vLLM refuses the parameters: {error}") from error
 
-    def _chunks(self, internal_id: str, completion: Any, made: int) -> Iterator[TokenChunk]:
-        tokens: Sequence[int] = completion.token_ids
-        entries = completion.logprobs or ()
-        if len(entries) != len(tokens):
-            raise WorkerGarbled(f"{len(tokens)} tokens with {len(entries)} logprobs", worker=self._name)
-        logprobs = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
-        ended = completion.finish_reason
-        if ended is not None and ended not in FINISHED:
-            raise WorkerFault(f"vLLM ended the request: {ended}", worker=self._name)
-        cuts = pieces(made, made + len(tokens), self._starts(internal_id, completion))
-        if not cuts:
-            cuts = [(self._version, made, made)]
-        for i, (version, start, stop) in enumerate(cuts):
-            last = i == len(cuts) - 1
-            if start == stop and ended is None:
-                continue
-            reason = completion.stop_reason if last else None
-            yield TokenChunk(
-                tuple(tokens[start - made : stop - made]),
-                tuple(logprobs[start - made : stop - made]),
-                self._name,
-                version,
-                FINISHED[ended] if last and ended is not None else None,  # type: ignore[arg-type]
-                # Without a tokenizer vLLM knows the end of sequence only as one more stop token.
-                None if reason in _end_tokens(self._engine.model_config) else reason,
-            )
-
-    def _starts(self, internal_id: str, completion: Any) -> list[tuple[int, int]]:
-        """(version, first token) of the stream so far. vLLM publishes it with the last chunk only; before
-        that its own book is read, which is of this very instant: no await lies between."""
-        if completion.weight_versions is not None:
-            return [(int(span.version), span.start) for span in completion.weight_versions]
-        state = self._engine.output_processor.request_states.get(internal_id)
-        return [(int(version), start) for version, start in state.weight_version_starts] if state else []
-
     async def _update(self, version: int, source: WeightSource) -> None:
         async with self._updating:
             engine = self._alive()
@@ -386,9 +359,13 @@ class VllmWorker:
             await self.rpc("belayer_forget", deadline_s=RPC_DEADLINE_S)
         except BaseException:
             if self._version != version and self._gone is None:
-                await self.rpc("belayer_restore", deadline_s=RPC_DEADLINE_S)
-                with self._translated():
-                    await engine.update_weight_version(str(self._version))
+                try:
+                    await self.rpc("belayer_restore", deadline_s=RPC_DEADLINE_S)
+                    with self._translated():
+                        await engine.update_weight_version(str(self._version))
+                except WorkerFault:
+                    await self.kill()  # a mix of weights may be in force: better none
+                    raise
             raise
         finally:
             if self._gone is None:
@@ -402,7 +379,8 @@ class VllmWorker:
         if self._gone is not None:
             raise WorkerGone(f"{self._name}: {self._gone}", worker=self._name)
         if self._engine is None:
-            raise WorkerGone(f"{self._name} was not started", worker=self._name)
+            state = "is closed" if self._closed else "was not started"
+            raise WorkerGone(f"{self._name} {state}", worker=self._name)
         return self._engine
 
     def _on_death(self, pid: int | None, why: str | None = None) -> None:
@@ -445,7 +423,7 @@ class VllmWorker:
         self._on_death(None, why)
         if engine is not None and engine.output_handler is not None:
             engine.output_handler.cancel()  # or it logs the end that we make as an error
-        await asyncio.to_thread(end_marked, self._mark)
+        await asyncio.to_thread(end_marked, self._mark, self._known)
         if engine is not None:
             with contextlib.suppress(Exception):
                 # Its part in this process: sockets, tasks, a monitor thread.
@@ -456,20 +434,6 @@ class VllmWorker:
             if child.pid in self._processes.cores:
                 await asyncio.to_thread(child.join, END_S)  # killed: this reaps it
         unlink_shared_memory(self._shared_memory)
-
-
-def _told_apart(pids: Sequence[tuple[int, int]]) -> EngineProcesses:
-    """From each worker's own and parent's pid: who is EngineCore, and who its worker."""
-    me = os.getpid()
-    cores = {own if parent == me else parent for own, parent in pids}
-    return EngineProcesses(tuple(sorted(cores)), tuple(sorted(own for own, _ in pids)))
-
-
-def _end_tokens(model_config: Any) -> tuple[int, ...]:
-    """What vLLM stops on: the ids of the generation configuration, or else of the model's own."""
-    generation = model_config.try_get_generation_config() or {}
-    ids = generation.get("eos_token_id")
-    return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
 
 
 def _on_cpu(engine: Any) -> bool:
