@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,21 +25,20 @@ from belayer_rollout.errors import (
     UnknownRequest,
 )
 from belayer_rollout.fleet import Fleet
+from belayer_rollout.intake import checked_rule, finished, run_of, take_up
 from belayer_rollout.journal import Journal
-from belayer_rollout.journal_base import LoggedRequest, MemoryJournal, TokenJournal
+from belayer_rollout.journal_base import MemoryJournal, TokenJournal
 from belayer_rollout.metrics import ClientMetrics
 from belayer_rollout.outlet import MOST_CHUNKS, Outlet
 from belayer_rollout.pace import PaceLimits
 from belayer_rollout.routing import BreakerLimits
 from belayer_rollout.run import Run
 from belayer_rollout.status import ClientStatus, WorkerStatus
-from belayer_rollout.stops import StopWatch, TextDecoder, decode_function
+from belayer_rollout.stops import TextDecoder
 from belayer_rollout.types import MOST_SEED, Generation, OnVersionChange, SamplingParams, TokenChunk
 from belayer_rollout.watch import Watch
 
 __all__ = ["RolloutClient"]
-
-RULES = ("continue", "restart", "fail")
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +72,7 @@ class RolloutClient:
 
         Raises:
             InvalidRequest: an option out of range, no worker, or two of one name."""
-        _check_rule(on_version_change)
+        checked_rule(on_version_change)
         if durability not in ("strict", "relaxed"):
             raise InvalidRequest(f'durability is "strict" or "relaxed", not {durability!r}')
         if max_in_flight < 1 or max_buffered_chunks < 1:
@@ -137,7 +134,8 @@ class RolloutClient:
             RequestCancelled: through `cancel`.
             JournalFault: the journal failed.
             ClientClosed: the client was, or is being, closed."""
-        run = self._launch(prompt_token_ids, params, session, request_id, on_version_change)
+        run = self._run(prompt_token_ids, params, session, request_id, on_version_change)
+        self._go(run, has_id=request_id is not None)
         return await self._outcome(run)
 
     def stream(
@@ -161,7 +159,7 @@ class RolloutClient:
                 'a stream cannot "restart" what it has handed on: use generate, or another rule'
             )
         outlet = Outlet(self._max_buffered)
-        run = self._checked(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
+        run = self._run(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
         return self._stream(run, request_id is not None)
 
     async def resume(
@@ -177,9 +175,9 @@ class RolloutClient:
             return await asyncio.shield(running.task)
         _, journal = await self._started()
         logged = await journal.load(request_id)
-        if logged.finish_reason is not None:
-            run = Run(request_id, logged.session, logged.prompt_token_ids, logged.params, self._rule)
-            return _finished(run, logged)
+        run = Run(request_id, logged.session, logged.prompt_token_ids, logged.params, self._rule)
+        if (ended := finished(run, logged)) is not None:
+            return ended
         return await self.generate(
             logged.prompt_token_ids,
             logged.params,
@@ -194,8 +192,7 @@ class RolloutClient:
         run = self._runs.get(request_id)
         if run is None or run.task is None:
             return False
-        run.ended_by = "cancel"
-        run.task.cancel()
+        run.end("cancel")
         await asyncio.wait([run.task])
         if run.telling is not None:
             await asyncio.wait([run.telling])
@@ -283,22 +280,10 @@ class RolloutClient:
             while (chunk := await run.outlet.get()) is not None:
                 yield chunk
         finally:
-            run.task.cancel()
+            run.end()
             await asyncio.wait([run.task])
 
-    def _launch(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        session: str,
-        request_id: str | None,
-        rule: OnVersionChange | None,
-    ) -> Run:
-        run = self._checked(prompt, params, session, request_id, rule)
-        self._go(run, has_id=request_id is not None)
-        return run
-
-    def _checked(
+    def _run(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
@@ -308,41 +293,16 @@ class RolloutClient:
         *,
         outlet: Outlet | None = None,
     ) -> Run:
-        """The request as a run.
-
-        Raises:
-            InvalidRequest: it cannot be honoured."""
-        rule = _check_rule(rule or self._rule)
-        try:
-            token_ids = tuple(map(operator.index, prompt))
-        except TypeError as error:
-            raise InvalidRequest(f"prompt_token_ids must be integers: {error}") from error
-        if not token_ids or min(token_ids) < 0:
-            raise InvalidRequest("prompt_token_ids must hold at least one id, and none below 0")
-        if params.exact_resume:
-            lacking = [n for n, s in self._fleet.seats.items() if not s.worker.supports_exact_resume]
-            if lacking:
-                raise InvalidRequest(f"exact_resume is asked for, and these workers lack it: {lacking}")
-        watch_stops = None
-        if params.stop:
-            if self._tokenizer is None:
-                raise InvalidRequest(
-                    "stop strings need a client with a tokenizer: RolloutClient(tokenizer=...)"
-                )
-            decode = decode_function(
-                self._tokenizer, skip_special_tokens=params.extra.get("skip_special_tokens", True)
-            )
-
-            def watch_stops() -> StopWatch:
-                return StopWatch(decode, token_ids, params.stop, min_tokens=params.min_tokens)
-
-        return Run(
-            request_id or uuid.uuid4().hex,
-            session,
-            token_ids,
+        return run_of(
+            prompt,
             params,
-            rule,
-            watch_stops=watch_stops,
+            session,
+            request_id,
+            rule or self._rule,
+            tokenizer=self._tokenizer,
+            inexact=[
+                seat.name for seat in self._fleet.seats.values() if not seat.worker.supports_exact_resume
+            ],
             outlet=outlet,
         )
 
@@ -379,37 +339,22 @@ class RolloutClient:
             except UnknownRequest:
                 pass
             else:
-                return self._take_up(run, logged)
+                return take_up(run, logged, self._fleet.info)
         if run.params.seed is None:
             run.params = replace(run.params, seed=secrets.randbelow(MOST_SEED))
         await journal.open_request(run.request_id, run.session, run.prompt, run.params)
         run.is_open = True
         return None
 
-    def _take_up(self, run: Run, logged: LoggedRequest) -> Generation | Done | None:
-        asked = run.params if run.params.seed is not None else replace(run.params, seed=logged.params.seed)
-        if (run.session, run.prompt, asked) != (
-            logged.session,
-            tuple(logged.prompt_token_ids),
-            logged.params,
-        ):
-            raise InvalidRequest(f"the journal has another request under the id {run.request_id!r}")
-        run.params, run.failovers, run.is_open = asked, logged.failovers, True
-        ended = None if logged.finish_reason is None else _finished(run, logged)
-        found = None if ended else run.restore([chunk for _, chunk in logged.chunks], self._fleet.info)
-        if run.outlet is not None:
-            for chunk in run.chunks(ended):
-                run.outlet.put(chunk, None)
-        return ended or found
-
     async def _outcome(self, run: Run) -> Generation:
         assert run.task is not None
         try:
-            return await run.task
+            return await asyncio.shield(run.task)
         except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if run.ended_by is not None and not (caller and caller.cancelling()):
+            if run.task.cancelled() and run.ended_by is not None:
                 raise _ending(run) from None
+            run.end()
+            await asyncio.wait([run.task])
             raise
 
     def _ended(self, run: Run, task: asyncio.Task[Generation]) -> None:
@@ -466,18 +411,15 @@ class RolloutClient:
                 self._admission.set()
 
     async def _close(self) -> None:
-        running = [run for run in self._runs.values() if run.task is not None]
-        for run in running:
-            run.ended_by = run.ended_by or "close"
-            if run.task is not None:
-                run.task.cancel()
+        running = [run.task for run in self._runs.values() if run.task is not None]
+        for run in list(self._runs.values()):
+            run.end("close")
+        if running:
+            # The watch sees to it that they do end.
+            await asyncio.wait(running)
         if self._watching is not None:
             self._watching.cancel()
-        ending = [*(run.task for run in running if run.task is not None)]
-        if self._watching is not None:
             await asyncio.wait([self._watching])
-        if ending:
-            await asyncio.wait(ending)
         if self._tasks:
             _, late = await asyncio.wait(list(self._tasks), timeout=PUT_DOWN_S)
             for task in late:
@@ -508,23 +450,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _check_rule(rule: OnVersionChange) -> OnVersionChange:
-    if rule not in RULES:
-        raise InvalidRequest(f"on_version_change is one of {RULES}, not {rule!r}")
-    return rule
-
-
 def _ending(run: Run) -> RolloutError:
     if run.ended_by == "close":
         return ClientClosed(f"the client was closed under request {run.request_id}")
     return RequestCancelled(f"request {run.request_id} was cancelled")
-
-
-def _finished(run: Run, logged: LoggedRequest) -> Generation:
-    """A request that has ended, from its journal."""
-    run.stops = None
-    run.failovers = logged.failovers
-    for _, chunk in logged.chunks:
-        run.take(chunk)
-    assert logged.finish_reason is not None
-    return run.generation(Done(logged.finish_reason, logged.stop_reason))

@@ -255,13 +255,14 @@ class Driver:
     def _raise_verdict(run: Run) -> None:
         """Turn the watch's cancellation into its verdict, unless somebody else cancelled the task as well."""
         verdict, task = run.verdict, asyncio.current_task()
-        if verdict is None or task is None:
-            return
         run.silent_since = math.inf
+        if task is None:
+            return
         others = task.cancelling()
         for _ in range(run.strikes):
             others = task.uncancel()
-        if not others:
+        run.strikes = 0
+        if verdict is not None and not others:
             raise verdict
 
     async def _pump(

@@ -49,6 +49,7 @@ class Run:
         "failovers",
         "first_token_at",
         "has_begun",
+        "is_ending",
         "is_open",
         "last",
         "logprobs",
@@ -95,6 +96,8 @@ class Run:
         self.outlet = outlet
         self.task: asyncio.Task[Generation] | None = None
         self.ended_by: Literal["cancel", "close"] | None = None
+        self.is_ending = False
+        """Cancelled by a caller or the client: see `end`."""
         self.is_open = False
         """The journal has it."""
         self.telling: asyncio.Task[None] | None = None
@@ -131,6 +134,13 @@ class Run:
         self.commit: asyncio.Future[None] | None = None
         self.ahead = 0
         """Tokens handed to the journal for that commit."""
+
+    def end(self, by: Literal["cancel", "close"] | None = None) -> None:
+        """Cancel it."""
+        self.is_ending = True
+        self.ended_by = self.ended_by or by
+        if self.task is not None:
+            self.task.cancel()
 
     def begin_attempt(self, worker: str, now: float) -> None:
         """It is sent to a worker."""
