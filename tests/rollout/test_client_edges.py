@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from belayer_rollout.client import RolloutClient
-from belayer_rollout.errors import RequestCancelled, WorkerGone
+from belayer_rollout.errors import RequestCancelled, WorkerBusy, WorkerGone
 from belayer_rollout.journal_base import MemoryJournal
 from belayer_rollout.types import EngineRequest, SamplingParams, TokenChunk
 from tests.rollout.scripted import Fault, ScriptedWorker
-from tests.rollout.test_client import assert_undisturbed
+from tests.rollout.test_client import assert_undisturbed, generate
 from tests.rollout.virtual import run_virtual, skip_time, until
 
 PROMPT = (11, 12, 13)
@@ -83,6 +83,35 @@ def test_a_cancelled_request_ends_however_its_engine_takes_that(kind: type[Scrip
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(story())
+
+
+def test_a_pause_that_ends_while_the_probe_waits_is_no_hang() -> None:
+    async def story() -> None:
+        worker = ScriptedWorker(health_s=1000.0)
+        async with RolloutClient([worker]) as client:
+            running = asyncio.create_task(client.generate(PROMPT, P64))
+            await until(lambda: worker.given >= 20)
+            worker.hang(5.0)
+            generation = await running
+            assert worker.probes == 1
+            # Over the end of the probe's deadline.
+            await asyncio.sleep(60)
+            assert client.status().workers[0].faults == {}
+        assert generation.failovers == 0
+        assert_undisturbed(generation, P64)
+
+    run_virtual(story())
+
+
+def test_a_trial_that_is_refused_for_load_is_passed() -> None:
+    class Refusing(ScriptedWorker):
+        async def health(self) -> None:
+            await super().health()
+            raise WorkerBusy("429", worker=self.name)
+
+    generation = run_virtual(generate(Refusing(faults=deque([Fault("die", 9)]))))
+    assert_undisturbed(generation, P64)
+    assert generation.failovers == 1
 
 
 def test_a_client_that_stood_still_suspects_nobody() -> None:
