@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +34,15 @@ from belayer_rollout.pace import PaceLimits
 from belayer_rollout.routing import BreakerLimits
 from belayer_rollout.run import Run
 from belayer_rollout.status import ClientStatus, WorkerStatus
-from belayer_rollout.stops import TextDecoder
-from belayer_rollout.types import MOST_SEED, Generation, OnVersionChange, SamplingParams, TokenChunk
+from belayer_rollout.text import TextDecoder
+from belayer_rollout.types import (
+    MOST_SEED,
+    Generation,
+    ModelInfo,
+    OnVersionChange,
+    SamplingParams,
+    TokenChunk,
+)
 from belayer_rollout.watch import Watch
 
 __all__ = ["RolloutClient"]
@@ -146,7 +153,7 @@ class RolloutClient:
         session: str = "",
         request_id: str | None = None,
         on_version_change: OnVersionChange | None = None,
-    ) -> AsyncIterator[TokenChunk]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """The same, chunk by chunk: each token once, in order, after the commit that makes it durable. The
         last chunk has the finish reason, and may hold no token. Leaving the iterator cancels the request.
 
@@ -231,6 +238,14 @@ class RolloutClient:
         self._keep(task)
         await asyncio.shield(task)
 
+    async def model_info(self) -> ModelInfo:
+        """What the workers serve, as the first that said so told it.
+
+        Raises:
+            SetupError, WorkerFault, JournalFault: as `start`."""
+        await self._started()
+        return self._fleet.info
+
     def status(self) -> ClientStatus:
         """How things are now."""
         return ClientStatus(
@@ -272,7 +287,7 @@ class RolloutClient:
     ) -> None:
         await self.aclose()
 
-    async def _stream(self, run: Run, has_id: bool) -> AsyncIterator[TokenChunk]:
+    async def _stream(self, run: Run, has_id: bool) -> AsyncGenerator[TokenChunk, None]:
         self._go(run, has_id=has_id)
         assert run.outlet is not None
         assert run.task is not None

@@ -12,7 +12,8 @@ from belayer_rollout.errors import InvalidRequest
 from belayer_rollout.journal_base import LoggedRequest
 from belayer_rollout.outlet import Outlet
 from belayer_rollout.run import Run
-from belayer_rollout.stops import StopWatch, TextDecoder, decode_function
+from belayer_rollout.stops import StopWatch
+from belayer_rollout.text import TextDecoder, decode_function
 from belayer_rollout.types import Generation, ModelInfo, OnVersionChange, SamplingParams
 
 __all__ = ["checked_rule", "finished", "run_of", "take_up"]

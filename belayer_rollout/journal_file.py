@@ -78,7 +78,8 @@ class JournalFile:
     def shrink(self) -> None:
         """Give free pages back to the file system."""
         with self.translated():
-            self.rows("PRAGMA incremental_vacuum")
+            # It gives a row without a column for each page; `execute` would stop at the first.
+            self._db.executescript("PRAGMA incremental_vacuum")
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def reconnect(self) -> None:

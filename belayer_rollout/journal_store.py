@@ -1,6 +1,7 @@
 """The journal's tables, and what one thread does to them.
 
-    requests    one row each: prompt, parameters, how it ended, which writer runs it
+    requests    one row each: how it ended, which writer runs it
+    contents    prompt and parameters of each; apart, as SQLite writes a row anew when one column changes
     tokens      runs of tokens (see `journal_codec`), by request and index of their first
     log         what was committed since its writer last wrote runs: all requests of a commit in one row
     failovers   what each request survived
@@ -46,8 +47,9 @@ SCHEMA = """
 CREATE TABLE writers (id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, mark TEXT NOT NULL);
 CREATE TABLE requests (
     id INTEGER PRIMARY KEY AUTOINCREMENT, request_id TEXT NOT NULL UNIQUE, session TEXT NOT NULL,
-    owner INTEGER, finish_reason TEXT, stop_reason, length INTEGER, params TEXT NOT NULL, prompt BLOB NOT
-    NULL);
+    owner INTEGER, finish_reason TEXT, stop_reason, length INTEGER);
+CREATE TABLE contents (
+    request INTEGER PRIMARY KEY, crc INTEGER NOT NULL, params TEXT NOT NULL, prompt BLOB NOT NULL);
 CREATE INDEX requests_by_session ON requests (session);
 CREATE TABLE tokens (
     request INTEGER NOT NULL, start INTEGER NOT NULL, worker TEXT NOT NULL, version INTEGER NOT NULL,
@@ -71,6 +73,7 @@ SELECT value->>0, value->>1, value->>2, value->>3, value->>4,
 FROM json_each(?1)
 """
 INSERT_LOG = "INSERT INTO log (writer, sources, heads, ids, logprobs, crc) VALUES (?, ?, ?, ?, ?, ?)"
+WHOLE = "requests JOIN contents ON contents.request = requests.id"
 
 
 class JournalStore:
@@ -129,14 +132,14 @@ class JournalStore:
 
         Raises:
             InvalidRequest: the id is taken by another request, or a live process runs it."""
-        select = "SELECT id, session, prompt, params FROM requests WHERE request_id = ?"
+        select = f"SELECT id, session, prompt, params FROM {WHOLE} WHERE request_id = ?"
         known = self._db.execute(select, (request_id,)).fetchone()
         if known is None:
-            insert = (
-                "INSERT INTO requests (request_id, session, owner, prompt, params) VALUES (?, ?, ?, ?, ?)"
-            )
-            cursor = self._db.execute(insert, (request_id, session, self.writer, prompt, params))
-            return Tail(cast(int, cursor.lastrowid), 0)
+            insert = "INSERT INTO requests (request_id, session, owner) VALUES (?, ?, ?)"
+            row = cast(int, self._db.execute(insert, (request_id, session, self.writer)).lastrowid)
+            insert = "INSERT INTO contents (request, crc, params, prompt) VALUES (?, ?, ?, ?)"
+            self._db.execute(insert, (row, checksum(params.encode(), prompt), params, prompt))
+            return Tail(row, 0)
         row, *content = known
         if content != [session, prompt, params]:
             raise InvalidRequest(f"request id {request_id!r} is taken: by a request with other content")
@@ -151,13 +154,15 @@ class JournalStore:
             UnknownRequest: there is none.
             InvalidRequest: a live process runs it.
             JournalDamaged: its rows are not what was written."""
-        columns = "id, session, prompt, params, finish_reason, stop_reason, length"
+        columns = "id, session, crc, prompt, params, finish_reason, stop_reason, length"
         found = self._db.execute(
-            f"SELECT {columns} FROM requests WHERE request_id = ?", (request_id,)
+            f"SELECT {columns} FROM {WHOLE} WHERE request_id = ?", (request_id,)
         ).fetchone()
         if found is None:
             raise UnknownRequest(f"the journal {self.path} has no request {request_id!r}")
-        row, session, prompt, params, finish_reason, stop_reason, length = found
+        row, session, crc, prompt, params, finish_reason, stop_reason, length = found
+        if checksum(params.encode(), prompt) != crc:
+            raise damage(self.path, f"the prompt of request {request_id!r} does not have its checksum")
         if finish_reason is None:
             self._claim(row, request_id)
         runs = self._runs(row)
@@ -239,10 +244,11 @@ class JournalStore:
     def requests(self, session: str | None) -> list[RequestSummary]:
         """Every request, or those of one session, in the order in which they began."""
         select = """
-            SELECT r.id, request_id, session, length(prompt), owner, finish_reason,
+            SELECT r.id, request_id, session, length(c.prompt), owner, finish_reason,
                 (SELECT count(*) FROM failovers f WHERE f.request = r.id),
                 (SELECT coalesce(sum(length(ids)), 0) FROM tokens t WHERE t.request = r.id)
-            FROM requests r WHERE ?1 IS NULL OR session = ?1 ORDER BY r.id"""
+            FROM requests r JOIN contents c ON c.request = r.id
+            WHERE ?1 IS NULL OR session = ?1 ORDER BY r.id"""
         rows = self._db.rows(select, (session,))
         lengths = {row[0]: row[7] // ID_BYTES for row in rows}
         unfinished = {row[0] for row in rows if row[5] is None}
@@ -331,7 +337,12 @@ class JournalStore:
 
     def _delete_requests(self, rows: list[int]) -> None:
         chosen = json.dumps(rows)
-        for table, column in (("tokens", "request"), ("failovers", "request"), ("requests", "id")):
+        for table, column in (
+            ("tokens", "request"),
+            ("failovers", "request"),
+            ("contents", "request"),
+            ("requests", "id"),
+        ):
             self._db.execute(
                 f"DELETE FROM {table} WHERE {column} IN (SELECT value FROM json_each(?))", (chosen,)
             )

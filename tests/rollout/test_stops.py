@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from belayer_rollout.errors import InvalidRequest
-from belayer_rollout.stops import StopWatch, decode_function
+from belayer_rollout.stops import StopWatch
+from belayer_rollout.text import decode_function
 from tests.rollout.byte_tokenizer import ByteTokenizer
 
 

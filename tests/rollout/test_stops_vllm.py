@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from belayer_rollout.stops import StopWatch, decode_function
+from belayer_rollout.stops import StopWatch
+from belayer_rollout.text import decode_function
 
 # torch and vLLM warn of their own old parts as they are imported.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -1,0 +1,1 @@
+"""What `belayer bench failover` measures."""

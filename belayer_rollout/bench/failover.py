@@ -1,0 +1,144 @@
+"""What a take-over costs: the primary of a real pair is killed in the middle of its requests. Seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from belayer_rollout.client import RolloutClient
+from belayer_rollout.pair_state import PairState
+from belayer_rollout.shadow import ShadowPair
+from belayer_rollout.types import SamplingParams
+
+__all__ = ["ENGINE_ARGS", "NUM_TOKENS", "Round", "Stamped", "journal_cost", "play", "prompts", "take_over"]
+
+NUM_REQUESTS = 8
+NUM_TOKENS = {"tiny": 400, "smollm2": 64}
+"""Of each request: some seconds of generation on two cores."""
+
+ENGINE_ARGS: Mapping[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": NUM_REQUESTS,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 28,
+    "skip_tokenizer_init": True,
+}
+"""The same for the pair's engines and for the cold start that they are held against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamped:
+    """The tokens of one request, and when and from whom each chunk of them came (monotonic seconds)."""
+
+    token_ids: tuple[int, ...]
+    chunks: tuple[tuple[float, str], ...]
+
+    def next_after(self, moment_s: float) -> float | None:
+        """Seconds from then to the next chunk; None if it was complete."""
+        return next((at - moment_s for at, _ in self.chunks if at > moment_s), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One kill -9 of the primary's EngineCore, with all requests half-way. ``swap_s``: fault seen -> shadow
+    active. ``first_token_s``: kill -> the next token of any request. ``all_requests_s``: kill -> every
+    request has given another token."""
+
+    path: str
+    detect_s: float
+    fence_s: float
+    check_s: float
+    activate_s: float
+    swap_s: float
+    first_token_s: float
+    all_requests_s: float
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+class OnToken(Protocol):
+    """Called for each chunk with how many tokens all requests have so far."""
+
+    def __call__(self, total: int) -> None: ...
+
+
+def prompts() -> list[list[int]]:
+    """Of different lengths, and ids that both models have."""
+    return [[(7 * i + 3 * j) % 250 + 1 for j in range(40 + 9 * i)] for i in range(NUM_REQUESTS)]
+
+
+async def play(
+    client: RolloutClient, num_tokens: int, on_token: OnToken | None = None, *, tag: str = ""
+) -> list[Stamped]:
+    """All requests at once, greedily."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
+    total = 0
+
+    async def one(index: int, prompt: Sequence[int]) -> Stamped:
+        nonlocal total
+        tokens: list[int] = []
+        chunks: list[tuple[float, str]] = []
+        async for chunk in client.stream(prompt, params, session=f"{tag}{index}"):
+            if chunk.token_ids:
+                chunks.append((time.monotonic(), chunk.worker))
+                tokens += chunk.token_ids
+                total += len(chunk.token_ids)
+                if on_token is not None:
+                    on_token(total)
+        return Stamped(tuple(tokens), tuple(chunks))
+
+    return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts())))
+
+
+async def take_over(pair: ShadowPair, client: RolloutClient, num_tokens: int) -> Round:
+    """Wait until the pair has its shadow, play, and kill the primary half-way."""
+    await pair.wait_for(PairState.GUARDED)
+    before = len(pair.history)
+    killed_at: list[float] = []
+
+    def kill_half_way(total: int) -> None:
+        if total >= NUM_REQUESTS * num_tokens // 2 and not killed_at:
+            killed_at.append(time.monotonic())
+            os.kill(pair.primary_processes()[0], signal.SIGKILL)
+
+    played = await play(client, num_tokens, kill_half_way)
+    gaps = [gap for one in played if (gap := one.next_after(killed_at[0])) is not None]
+    found = pair.history[before]
+    return Round(
+        path=found.path,
+        detect_s=found.detect_s or 0.0,
+        fence_s=found.fence_s,
+        check_s=found.check_s,
+        activate_s=found.activate_s,
+        swap_s=found.swap_s,
+        first_token_s=min(gaps),
+        all_requests_s=max(gaps),
+        token_ids=tuple(one.token_ids for one in played),
+    )
+
+
+async def journal_cost(
+    pair: ShadowPair, journal: Path, num_tokens: int, rounds: int
+) -> list[tuple[float, float]]:
+    """(tokens per second with the journal, without) of each round, the two in turn."""
+    found = []
+    async with (
+        RolloutClient([pair], journal=journal, owns_workers=False) as kept,
+        RolloutClient([pair], owns_workers=False) as unkept,
+    ):
+        for number in range(rounds):
+            speeds = {}
+            # Which goes first changes: the machine may warm up or cool down.
+            for client in (kept, unkept) if number % 2 else (unkept, kept):
+                began = time.monotonic()
+                await play(client, num_tokens, tag=f"{number}-")
+                speeds[client] = NUM_REQUESTS * num_tokens / (time.monotonic() - began)
+            found.append((speeds[kept], speeds[unkept]))
+    return found

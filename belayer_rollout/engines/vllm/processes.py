@@ -1,0 +1,172 @@
+"""The processes of an engine: their environment, who they are, when one dies, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+__all__ = [
+    "DeathWatch",
+    "EngineProcesses",
+    "end_marked",
+    "engine_environment",
+    "marked",
+    "shared_memory_of",
+    "unfit",
+    "unlink_shared_memory",
+]
+
+MARK = "BELAYER_ENGINE"
+"""Environment variable by which every process of an engine is found, also when its parent is gone."""
+
+END_S = 10.0
+"""A SIGKILL takes milliseconds; a process that is in the kernel (a page-in, a driver) may take longer."""
+
+_environment = threading.Lock()
+
+
+class EngineProcesses(NamedTuple):
+    """Process ids. Where EngineCore runs the model itself (one rank, "uni" executor), it is in both."""
+
+    cores: tuple[int, ...]
+    workers: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.cores + self.workers))
+
+
+@contextlib.contextmanager
+def engine_environment(mark: str, variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables in os.environ, from which vLLM reads them and its children inherit them, for no longer
+    than an engine's start takes. One engine of a process starts at a time."""
+    wanted = dict(variables) | {MARK: mark}
+    # This process's own tracker must not bear the mark and end with the engine.
+    resource_tracker.ensure_running()
+    with _environment:
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every process that was started with this mark, by itself or by an ancestor; this one left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def end_marked(mark: str, deadline_s: float = END_S) -> bool:
+    """Kill every process with this mark and wait until they are gone, those that they still start too.
+
+    SIGKILL also ends a stopped process. Blocks. False if one is still there after the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while left := [process for process in marked(mark) if _is_running(process)]:
+        if time.monotonic() > deadline:
+            return False
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(left, timeout=0.2)
+    return True
+
+
+def unfit(processes: EngineProcesses) -> bool:
+    """Whether one of them is gone or stopped, so that it will not end itself when it is asked to."""
+    for pid in processes.all:
+        try:
+            status = psutil.Process(pid).status()
+        except psutil.Error:
+            return True
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
+            return True
+    return False
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Names of the shared memory segments that these processes map and this one does not."""
+    return set().union(*(_mapped(pid) for pid in pids)) - _mapped(os.getpid())
+
+
+def unlink_shared_memory(names: Iterable[str]) -> None:
+    """Remove what killed processes left: their segments would otherwise last until this process ends."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            segment = SharedMemory(name)
+            segment.close()
+            segment.unlink()
+
+
+def _mapped(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line}
+
+
+class DeathWatch:
+    """Calls back, in the running event loop, when the first of some processes dies."""
+
+    def __init__(self, pids: tuple[int, ...], on_death: Callable[[int], None]) -> None:
+        """Raises:
+        ProcessLookupError: one is gone already."""
+        self._loop = asyncio.get_running_loop()
+        self._fds: dict[int, int] = {}
+        try:
+            for pid in pids:
+                self._fds[os.pidfd_open(pid)] = pid
+        except BaseException:
+            self.close()
+            raise
+        for fd, pid in self._fds.items():
+            self._loop.add_reader(fd, self._died, pid, on_death)
+
+    def _died(self, pid: int, on_death: Callable[[int], None]) -> None:
+        self.close()
+        on_death(pid)
+
+    def first_dead(self) -> int | None:
+        """The pid of a dead one at this instant, whether the event loop has come to it or not."""
+        poll = select.poll()
+        for fd in self._fds:
+            poll.register(fd, select.POLLIN)
+        ready = poll.poll(0)
+        return self._fds[ready[0][0]] if ready else None
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        for fd in self._fds:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(fd)
+            os.close(fd)
+        self._fds.clear()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

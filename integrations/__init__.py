@@ -1,0 +1,1 @@
+"""Belayer's plugs: trainers, agents and benchmarks on container envs and rollout clients."""
