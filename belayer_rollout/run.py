@@ -41,6 +41,8 @@ class Run:
     """The state of one request, kept by the task that drives it."""
 
     __slots__ = (
+        "_source",
+        "_sources",
         "ahead",
         "attempts",
         "broke_at",
@@ -59,7 +61,6 @@ class Run:
         "request_id",
         "restarts",
         "rule",
-        "segments",
         "sent_at",
         "session",
         "silent_since",
@@ -105,7 +106,10 @@ class Run:
 
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.segments: list[Segment] = []
+        self._sources: list[tuple[int, str, int]] = []
+        """(first token, worker, weight version), where one of the two changes."""
+        self._source: tuple[str, int] = ("", 0)
+        """Of the last token."""
         self.version: int | None = None
         self.stops = watch_stops() if watch_stops else None
         self.last: TokenChunk | None = None
@@ -158,17 +162,23 @@ class Run:
 
     def take(self, chunk: TokenChunk) -> None:
         """Its tokens are the next ones."""
-        start = len(self.tokens)
+        worker, version = chunk.worker, chunk.weight_version
+        if version != self._source[1] or worker != self._source[0] or not self.tokens:
+            self._source = (worker, version)
+            self._sources.append((len(self.tokens), worker, version))
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
-        stop = len(self.tokens)
-        segments = self.segments
-        if segments:
-            last = segments[-1]
-            if last[2] == chunk.worker and last[3] == chunk.weight_version:
-                segments[-1] = Segment(last[0], stop, chunk.worker, chunk.weight_version)
-                return
-        segments.append(Segment(start, stop, chunk.worker, chunk.weight_version))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Who made which of the tokens."""
+        stops = [start for start, *_ in self._sources[1:]]
+        return tuple(
+            Segment(start, stop, worker, version)
+            for (start, worker, version), stop in zip(
+                self._sources, [*stops, len(self.tokens)][: len(self._sources)], strict=True
+            )
+        )
 
     def until_stop(self, chunk: TokenChunk, info: ModelInfo) -> tuple[TokenChunk, str | None]:
         """The chunk cut after the token that completes a stop string, and that string; the chunk as it is if
@@ -214,13 +224,14 @@ class Run:
     @property
     def last_source(self) -> tuple[str, int]:
         """Worker and weight version of the last token."""
-        return self.segments[-1][2:] if self.segments else ("", 0)
+        return self._source
 
     def start_over(self) -> None:
         """Back to the prompt: every token is dropped."""
         self.tokens.clear()
         self.logprobs.clear()
-        self.segments.clear()
+        self._sources.clear()
+        self._source = ("", 0)
         self.version = None
         self.stops = self.watch_stops() if self.watch_stops else None
 
@@ -234,6 +245,6 @@ class Run:
             logprobs=tuple(self.logprobs),
             finish_reason=done.finish_reason,
             stop_reason=done.stop_reason,
-            segments=tuple(self.segments),
+            segments=self.segments,
             failovers=self.failovers,
         )
