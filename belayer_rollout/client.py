@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from prometheus_client import CollectorRegistry
 
+from belayer_rollout.background import Background
 from belayer_rollout.bubble import Lengths, predicted_rest_s, predicted_rest_tokens
 from belayer_rollout.continuation import Done
 from belayer_rollout.drive import PUT_DOWN_S, Budget, Driver
@@ -20,7 +21,9 @@ from belayer_rollout.engines.base import EngineWorker, WeightSource
 from belayer_rollout.errors import (
     ClientClosed,
     InvalidRequest,
+    JournalFault,
     RequestCancelled,
+    RequestFailed,
     RolloutError,
     UnknownRequest,
 )
@@ -33,7 +36,7 @@ from belayer_rollout.outlet import MOST_CHUNKS, Outlet
 from belayer_rollout.pace import PaceLimits
 from belayer_rollout.routing import BreakerLimits
 from belayer_rollout.run import Run
-from belayer_rollout.status import ClientStatus, WorkerStatus
+from belayer_rollout.status import ClientStatus
 from belayer_rollout.text import TextDecoder
 from belayer_rollout.types import (
     MOST_SEED,
@@ -46,8 +49,6 @@ from belayer_rollout.types import (
 from belayer_rollout.watch import Watch
 
 __all__ = ["RolloutClient"]
-
-_log = logging.getLogger(__name__)
 
 
 class RolloutClient:
@@ -99,7 +100,7 @@ class RolloutClient:
         self._lengths = Lengths()
         self._runs: dict[str, Run] = {}
         self._num_open = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self._slots = asyncio.Semaphore(max_in_flight)
         self._admission = asyncio.Event()
         self._admission.set()
@@ -142,7 +143,7 @@ class RolloutClient:
             JournalFault: the journal failed.
             ClientClosed: the client was, or is being, closed."""
         run = self._run(prompt_token_ids, params, session, request_id, on_version_change)
-        self._go(run, has_id=request_id is not None)
+        self._go(run)
         return await self._outcome(run)
 
     def stream(
@@ -167,7 +168,7 @@ class RolloutClient:
             )
         outlet = Outlet(self._max_buffered)
         run = self._run(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
-        return self._stream(run, request_id is not None)
+        return self._stream(run)
 
     async def resume(
         self, request_id: str, *, on_version_change: OnVersionChange | None = None
@@ -179,7 +180,12 @@ class RolloutClient:
             UnknownRequest: the journal holds no such request.
             RolloutError: as `generate`."""
         if (running := self._runs.get(request_id)) is not None and running.task is not None:
-            return await asyncio.shield(running.task)
+            try:
+                return await asyncio.shield(running.task)
+            except asyncio.CancelledError:
+                if running.task.cancelled():
+                    raise _ending(running) from None
+                raise
         _, journal = await self._started()
         logged = await journal.load(request_id)
         run = Run(request_id, logged.session, logged.prompt_token_ids, logged.params, self._rule)
@@ -223,7 +229,10 @@ class RolloutClient:
             made, run.params.max_tokens, self._lengths.beyond(run.session, made), quantile
         )
         seat = self._fleet.seats.get(run.worker) if run.worker is not None else None
-        return predicted_rest_s(rest, (seat.pace.gap_s if seat else None) or 0.0)
+        if seat is None:
+            return 0.0
+        queue_s = 0.0 if run.has_begun else (seat.wait_s or 0.0) - (_now() - run.sent_at)
+        return predicted_rest_s(rest, seat.pace.gap_s or 0.0, queue_s=queue_s)
 
     async def update_weights(self, version: int, source: WeightSource) -> None:
         """Put other weights in force on all workers. New requests wait until that is done; running ones go
@@ -234,9 +243,7 @@ class RolloutClient:
             UpdateFailed: not every worker followed; ``version`` is in force. If any followed, the others are
                 out of rotation until they have those weights: the fleet is never a mixture."""
         await self._started()
-        task = asyncio.ensure_future(self._update(version, source))
-        self._keep(task)
-        await asyncio.shield(task)
+        await asyncio.shield(self._background.spawn(self._update(version, source)))
 
     async def model_info(self) -> ModelInfo:
         """What the workers serve, as the first that said so told it.
@@ -249,21 +256,7 @@ class RolloutClient:
     def status(self) -> ClientStatus:
         """How things are now."""
         return ClientStatus(
-            workers=tuple(
-                WorkerStatus(
-                    name=seat.name,
-                    is_fit=seat.is_fit,
-                    is_stale=seat.is_stale,
-                    breaker=seat.breaker.state.value,
-                    load=len(seat.runs),
-                    sent=seat.sent,
-                    gap_s=seat.pace.gap_s,
-                    deadline_s=seat.pace.deadline_s,
-                    weight_version=seat.version,
-                    faults=dict(seat.faults),
-                )
-                for seat in self._fleet.seats.values()
-            ),
+            workers=tuple(seat.status() for seat in self._fleet.seats.values()),
             in_flight=self._num_open,
             waiting=len(self._runs) - self._num_open,
             weight_version=self._fleet.version,
@@ -287,8 +280,8 @@ class RolloutClient:
     ) -> None:
         await self.aclose()
 
-    async def _stream(self, run: Run, has_id: bool) -> AsyncGenerator[TokenChunk, None]:
-        self._go(run, has_id=has_id)
+    async def _stream(self, run: Run) -> AsyncGenerator[TokenChunk, None]:
+        self._go(run)
         assert run.outlet is not None
         assert run.task is not None
         try:
@@ -321,24 +314,24 @@ class RolloutClient:
             outlet=outlet,
         )
 
-    def _go(self, run: Run, *, has_id: bool) -> None:
+    def _go(self, run: Run) -> None:
         """Let the run run, as a task of its own."""
         if self._closing is not None:
             raise ClientClosed("the client is closed")
         if run.request_id in self._runs:
             raise InvalidRequest(f"request {run.request_id!r} is in flight already")
         self._runs[run.request_id] = run
-        run.task = asyncio.create_task(self._work(run, has_id=has_id))
+        run.task = asyncio.create_task(self._work(run))
         run.task.add_done_callback(lambda task: self._ended(run, task))
 
-    async def _work(self, run: Run, *, has_id: bool) -> Generation:
+    async def _work(self, run: Run) -> Generation:
         driver, journal = await self._started()
         async with self._slots:
             await self._admission.wait()
             self._num_open += 1
             self.metrics.in_flight.inc()
             try:
-                known = await self._open(run, journal, has_id=has_id)
+                known = await self._open(run, journal)
                 if isinstance(known, Generation):
                     return known
                 return await driver.drive(run, known)
@@ -346,9 +339,9 @@ class RolloutClient:
                 self._num_open -= 1
                 self.metrics.in_flight.dec()
 
-    async def _open(self, run: Run, journal: TokenJournal, *, has_id: bool) -> Generation | Done | None:
+    async def _open(self, run: Run, journal: TokenJournal) -> Generation | Done | None:
         """Enter it into the journal, or take up what is there."""
-        if has_id:
+        if run.has_id:
             try:
                 logged = await journal.load(run.request_id)
             except UnknownRequest:
@@ -387,6 +380,15 @@ class RolloutClient:
         self.metrics.requests.labels(outcome).inc()
         if run.outlet is not None:
             run.outlet.close(error)
+        can_come_back = run.has_id or run.ended_by or isinstance(error, RequestFailed | JournalFault)
+        if error and run.is_open and not can_come_back:
+            # Nobody knows its id, so that nobody will resume it: its session can be pruned.
+            self._background.spawn(self._drop(run))
+
+    async def _drop(self, run: Run) -> None:
+        if self._journal is not None:
+            with contextlib.suppress(RolloutError):
+                await self._journal.finish(run.request_id, "abort", None, len(run.tokens))
 
     async def _started(self) -> tuple[Driver, TokenJournal]:
         if self._closing is not None:
@@ -403,10 +405,12 @@ class RolloutClient:
                         self.metrics,
                         self._budget,
                         clock=clock,
-                        spawn=self._spawn,
+                        spawn=self._background.spawn,
                         nonce=secrets.token_hex(3),
                     )
-                    watch = Watch(self._fleet, self._pace, self.metrics, clock=clock, spawn=self._spawn)
+                    watch = Watch(
+                        self._fleet, self._pace, self.metrics, clock=clock, spawn=self._background.spawn
+                    )
                     self._watching = asyncio.create_task(watch.keep())
         return self._driver, self._journal
 
@@ -435,29 +439,11 @@ class RolloutClient:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
-        if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks), timeout=PUT_DOWN_S)
-            for task in late:
-                task.cancel()
+        await self._background.close(PUT_DOWN_S)
         if self._owns_workers:
             await self._fleet.close()
         if self._journal is not None and self._journal is not self._journal_at:
             await self._journal.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._keep(task)
-        return task
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold on to a task in the background: the event loop does not."""
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, RolloutError):
-            _log.error("a task of the client broke", exc_info=error)
 
 
 def _now() -> float:

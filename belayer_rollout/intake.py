@@ -72,6 +72,7 @@ def run_of(
         checked_rule(rule),
         watch_stops=watch_stops,
         outlet=outlet,
+        has_id=request_id is not None,
     )
 
 

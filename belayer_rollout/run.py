@@ -51,6 +51,7 @@ class Run:
         "failovers",
         "first_token_at",
         "has_begun",
+        "has_id",
         "is_ending",
         "is_open",
         "last",
@@ -87,8 +88,11 @@ class Run:
         *,
         watch_stops: Callable[[], StopWatch] | None = None,
         outlet: Outlet | None = None,
+        has_id: bool = True,
     ) -> None:
         self.request_id = request_id
+        self.has_id = has_id
+        """The caller gave the id, and may come back with it."""
         self.session = session
         self.prompt = tuple(prompt)
         self.params = params

@@ -118,7 +118,7 @@ def test_a_consumer_that_is_cancelled_does_not_cancel_the_commit_of_others() -> 
     async def story() -> None:
         journal, worker = SlowJournal(), ScriptedWorker()
         async with RolloutClient([worker], journal=journal) as client:
-            first, second = client.stream([1], P64), client.stream([2], P64)
+            first, second = client.stream([1], P64, request_id="a"), client.stream([2], P64, request_id="b")
             waiting = asyncio.ensure_future(anext(first))
             other = asyncio.ensure_future(anext(second))
             await until(lambda: journal.appended >= 8)
