@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import operator
+import contextlib
 import secrets
-import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from prometheus_client import CollectorRegistry
 
+from belayer_rollout.background import Background
 from belayer_rollout.bubble import Lengths, predicted_rest_s, predicted_rest_tokens
 from belayer_rollout.continuation import Done
 from belayer_rollout.drive import PUT_DOWN_S, Budget, Driver
@@ -22,21 +21,23 @@ from belayer_rollout.engines.base import EngineWorker, WeightSource
 from belayer_rollout.errors import (
     ClientClosed,
     InvalidRequest,
+    JournalFault,
     RequestCancelled,
+    RequestFailed,
     RolloutError,
     UnknownRequest,
 )
 from belayer_rollout.fleet import Fleet
+from belayer_rollout.intake import checked_rule, finished, run_of, take_up
 from belayer_rollout.journal import Journal
-from belayer_rollout.journal_base import LoggedRequest, MemoryJournal, TokenJournal
+from belayer_rollout.journal_base import MemoryJournal, TokenJournal
 from belayer_rollout.metrics import ClientMetrics
 from belayer_rollout.outlet import MOST_CHUNKS, Outlet
 from belayer_rollout.pace import PaceLimits
 from belayer_rollout.routing import BreakerLimits
 from belayer_rollout.run import Run
-from belayer_rollout.status import ClientStatus, WorkerStatus
-from belayer_rollout.stops import StopWatch
-from belayer_rollout.text import TextDecoder, decode_function
+from belayer_rollout.status import ClientStatus
+from belayer_rollout.text import TextDecoder
 from belayer_rollout.types import (
     MOST_SEED,
     Generation,
@@ -48,10 +49,6 @@ from belayer_rollout.types import (
 from belayer_rollout.watch import Watch
 
 __all__ = ["RolloutClient"]
-
-RULES = ("continue", "restart", "fail")
-
-_log = logging.getLogger(__name__)
 
 
 class RolloutClient:
@@ -83,7 +80,7 @@ class RolloutClient:
 
         Raises:
             InvalidRequest: an option out of range, no worker, or two of one name."""
-        _check_rule(on_version_change)
+        checked_rule(on_version_change)
         if durability not in ("strict", "relaxed"):
             raise InvalidRequest(f'durability is "strict" or "relaxed", not {durability!r}')
         if max_in_flight < 1 or max_buffered_chunks < 1:
@@ -103,7 +100,7 @@ class RolloutClient:
         self._lengths = Lengths()
         self._runs: dict[str, Run] = {}
         self._num_open = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self._slots = asyncio.Semaphore(max_in_flight)
         self._admission = asyncio.Event()
         self._admission.set()
@@ -145,7 +142,8 @@ class RolloutClient:
             RequestCancelled: through `cancel`.
             JournalFault: the journal failed.
             ClientClosed: the client was, or is being, closed."""
-        run = self._launch(prompt_token_ids, params, session, request_id, on_version_change)
+        run = self._run(prompt_token_ids, params, session, request_id, on_version_change)
+        self._go(run)
         return await self._outcome(run)
 
     def stream(
@@ -169,8 +167,8 @@ class RolloutClient:
                 'a stream cannot "restart" what it has handed on: use generate, or another rule'
             )
         outlet = Outlet(self._max_buffered)
-        run = self._checked(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
-        return self._stream(run, request_id is not None)
+        run = self._run(prompt_token_ids, params, session, request_id, rule, outlet=outlet)
+        return self._stream(run)
 
     async def resume(
         self, request_id: str, *, on_version_change: OnVersionChange | None = None
@@ -182,12 +180,17 @@ class RolloutClient:
             UnknownRequest: the journal holds no such request.
             RolloutError: as `generate`."""
         if (running := self._runs.get(request_id)) is not None and running.task is not None:
-            return await asyncio.shield(running.task)
+            try:
+                return await asyncio.shield(running.task)
+            except asyncio.CancelledError:
+                if running.task.cancelled():
+                    raise _ending(running) from None
+                raise
         _, journal = await self._started()
         logged = await journal.load(request_id)
-        if logged.finish_reason is not None:
-            run = Run(request_id, logged.session, logged.prompt_token_ids, logged.params, self._rule)
-            return _finished(run, logged)
+        run = Run(request_id, logged.session, logged.prompt_token_ids, logged.params, self._rule)
+        if (ended := finished(run, logged)) is not None:
+            return ended
         return await self.generate(
             logged.prompt_token_ids,
             logged.params,
@@ -202,8 +205,7 @@ class RolloutClient:
         run = self._runs.get(request_id)
         if run is None or run.task is None:
             return False
-        run.ended_by = "cancel"
-        run.task.cancel()
+        run.end("cancel")
         await asyncio.wait([run.task])
         if run.telling is not None:
             await asyncio.wait([run.telling])
@@ -227,7 +229,10 @@ class RolloutClient:
             made, run.params.max_tokens, self._lengths.beyond(run.session, made), quantile
         )
         seat = self._fleet.seats.get(run.worker) if run.worker is not None else None
-        return predicted_rest_s(rest, (seat.pace.gap_s if seat else None) or 0.0)
+        if seat is None:
+            return 0.0
+        queue_s = 0.0 if run.has_begun else (seat.wait_s or 0.0) - (_now() - run.sent_at)
+        return predicted_rest_s(rest, seat.pace.gap_s or 0.0, queue_s=queue_s)
 
     async def update_weights(self, version: int, source: WeightSource) -> None:
         """Put other weights in force on all workers. New requests wait until that is done; running ones go
@@ -238,9 +243,7 @@ class RolloutClient:
             UpdateFailed: not every worker followed; ``version`` is in force. If any followed, the others are
                 out of rotation until they have those weights: the fleet is never a mixture."""
         await self._started()
-        task = asyncio.ensure_future(self._update(version, source))
-        self._keep(task)
-        await asyncio.shield(task)
+        await asyncio.shield(self._background.spawn(self._update(version, source)))
 
     async def model_info(self) -> ModelInfo:
         """What the workers serve, as the first that said so told it.
@@ -253,21 +256,7 @@ class RolloutClient:
     def status(self) -> ClientStatus:
         """How things are now."""
         return ClientStatus(
-            workers=tuple(
-                WorkerStatus(
-                    name=seat.name,
-                    is_fit=seat.is_fit,
-                    is_stale=seat.is_stale,
-                    breaker=seat.breaker.state.value,
-                    load=len(seat.runs),
-                    sent=seat.sent,
-                    gap_s=seat.pace.gap_s,
-                    deadline_s=seat.pace.deadline_s,
-                    weight_version=seat.version,
-                    faults=dict(seat.faults),
-                )
-                for seat in self._fleet.seats.values()
-            ),
+            workers=tuple(seat.status() for seat in self._fleet.seats.values()),
             in_flight=self._num_open,
             waiting=len(self._runs) - self._num_open,
             weight_version=self._fleet.version,
@@ -291,30 +280,18 @@ class RolloutClient:
     ) -> None:
         await self.aclose()
 
-    async def _stream(self, run: Run, has_id: bool) -> AsyncGenerator[TokenChunk, None]:
-        self._go(run, has_id=has_id)
+    async def _stream(self, run: Run) -> AsyncGenerator[TokenChunk, None]:
+        self._go(run)
         assert run.outlet is not None
         assert run.task is not None
         try:
             while (chunk := await run.outlet.get()) is not None:
                 yield chunk
         finally:
-            run.task.cancel()
+            run.end()
             await asyncio.wait([run.task])
 
-    def _launch(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        session: str,
-        request_id: str | None,
-        rule: OnVersionChange | None,
-    ) -> Run:
-        run = self._checked(prompt, params, session, request_id, rule)
-        self._go(run, has_id=request_id is not None)
-        return run
-
-    def _checked(
+    def _run(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
@@ -324,62 +301,37 @@ class RolloutClient:
         *,
         outlet: Outlet | None = None,
     ) -> Run:
-        """The request as a run.
-
-        Raises:
-            InvalidRequest: it cannot be honoured."""
-        rule = _check_rule(rule or self._rule)
-        try:
-            token_ids = tuple(map(operator.index, prompt))
-        except TypeError as error:
-            raise InvalidRequest(f"prompt_token_ids must be integers: {error}") from error
-        if not token_ids or min(token_ids) < 0:
-            raise InvalidRequest("prompt_token_ids must hold at least one id, and none below 0")
-        if params.exact_resume:
-            lacking = [n for n, s in self._fleet.seats.items() if not s.worker.supports_exact_resume]
-            if lacking:
-                raise InvalidRequest(f"exact_resume is asked for, and these workers lack it: {lacking}")
-        watch_stops = None
-        if params.stop:
-            if self._tokenizer is None:
-                raise InvalidRequest(
-                    "stop strings need a client with a tokenizer: RolloutClient(tokenizer=...)"
-                )
-            decode = decode_function(
-                self._tokenizer, skip_special_tokens=params.extra.get("skip_special_tokens", True)
-            )
-
-            def watch_stops() -> StopWatch:
-                return StopWatch(decode, token_ids, params.stop, min_tokens=params.min_tokens)
-
-        return Run(
-            request_id or uuid.uuid4().hex,
-            session,
-            token_ids,
+        return run_of(
+            prompt,
             params,
-            rule,
-            watch_stops=watch_stops,
+            session,
+            request_id,
+            rule or self._rule,
+            tokenizer=self._tokenizer,
+            inexact=[
+                seat.name for seat in self._fleet.seats.values() if not seat.worker.supports_exact_resume
+            ],
             outlet=outlet,
         )
 
-    def _go(self, run: Run, *, has_id: bool) -> None:
+    def _go(self, run: Run) -> None:
         """Let the run run, as a task of its own."""
         if self._closing is not None:
             raise ClientClosed("the client is closed")
         if run.request_id in self._runs:
             raise InvalidRequest(f"request {run.request_id!r} is in flight already")
         self._runs[run.request_id] = run
-        run.task = asyncio.create_task(self._work(run, has_id=has_id))
+        run.task = asyncio.create_task(self._work(run))
         run.task.add_done_callback(lambda task: self._ended(run, task))
 
-    async def _work(self, run: Run, *, has_id: bool) -> Generation:
+    async def _work(self, run: Run) -> Generation:
         driver, journal = await self._started()
         async with self._slots:
             await self._admission.wait()
             self._num_open += 1
             self.metrics.in_flight.inc()
             try:
-                known = await self._open(run, journal, has_id=has_id)
+                known = await self._open(run, journal)
                 if isinstance(known, Generation):
                     return known
                 return await driver.drive(run, known)
@@ -387,45 +339,30 @@ class RolloutClient:
                 self._num_open -= 1
                 self.metrics.in_flight.dec()
 
-    async def _open(self, run: Run, journal: TokenJournal, *, has_id: bool) -> Generation | Done | None:
+    async def _open(self, run: Run, journal: TokenJournal) -> Generation | Done | None:
         """Enter it into the journal, or take up what is there."""
-        if has_id:
+        if run.has_id:
             try:
                 logged = await journal.load(run.request_id)
             except UnknownRequest:
                 pass
             else:
-                return self._take_up(run, logged)
+                return take_up(run, logged, self._fleet.info)
         if run.params.seed is None:
             run.params = replace(run.params, seed=secrets.randbelow(MOST_SEED))
         await journal.open_request(run.request_id, run.session, run.prompt, run.params)
         run.is_open = True
         return None
 
-    def _take_up(self, run: Run, logged: LoggedRequest) -> Generation | Done | None:
-        asked = run.params if run.params.seed is not None else replace(run.params, seed=logged.params.seed)
-        if (run.session, run.prompt, asked) != (
-            logged.session,
-            tuple(logged.prompt_token_ids),
-            logged.params,
-        ):
-            raise InvalidRequest(f"the journal has another request under the id {run.request_id!r}")
-        run.params, run.failovers, run.is_open = asked, logged.failovers, True
-        ended = None if logged.finish_reason is None else _finished(run, logged)
-        found = None if ended else run.restore([chunk for _, chunk in logged.chunks], self._fleet.info)
-        if run.outlet is not None:
-            for chunk in run.chunks(ended):
-                run.outlet.put(chunk, None)
-        return ended or found
-
     async def _outcome(self, run: Run) -> Generation:
         assert run.task is not None
         try:
-            return await run.task
+            return await asyncio.shield(run.task)
         except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if run.ended_by is not None and not (caller and caller.cancelling()):
+            if run.task.cancelled() and run.ended_by is not None:
                 raise _ending(run) from None
+            run.end()
+            await asyncio.wait([run.task])
             raise
 
     def _ended(self, run: Run, task: asyncio.Task[Generation]) -> None:
@@ -443,6 +380,15 @@ class RolloutClient:
         self.metrics.requests.labels(outcome).inc()
         if run.outlet is not None:
             run.outlet.close(error)
+        can_come_back = run.has_id or run.ended_by or isinstance(error, RequestFailed | JournalFault)
+        if error and run.is_open and not can_come_back:
+            # Nobody knows its id, so that nobody will resume it: its session can be pruned.
+            self._background.spawn(self._drop(run))
+
+    async def _drop(self, run: Run) -> None:
+        if self._journal is not None:
+            with contextlib.suppress(RolloutError):
+                await self._journal.finish(run.request_id, "abort", None, len(run.tokens))
 
     async def _started(self) -> tuple[Driver, TokenJournal]:
         if self._closing is not None:
@@ -459,10 +405,12 @@ class RolloutClient:
                         self.metrics,
                         self._budget,
                         clock=clock,
-                        spawn=self._spawn,
+                        spawn=self._background.spawn,
                         nonce=secrets.token_hex(3),
                     )
-                    watch = Watch(self._fleet, self._pace, self.metrics, clock=clock, spawn=self._spawn)
+                    watch = Watch(
+                        self._fleet, self._pace, self.metrics, clock=clock, spawn=self._background.spawn
+                    )
                     self._watching = asyncio.create_task(watch.keep())
         return self._driver, self._journal
 
@@ -482,41 +430,20 @@ class RolloutClient:
                 self._admission.set()
 
     async def _close(self) -> None:
-        running = [run for run in self._runs.values() if run.task is not None]
-        for run in running:
-            run.ended_by = run.ended_by or "close"
-            if run.task is not None:
-                run.task.cancel()
+        running = [run.task for run in self._runs.values() if run.task is not None]
+        for run in list(self._runs.values()):
+            run.end("close")
+        if running:
+            # The watch sees to it that they do end.
+            await asyncio.wait(running)
         if self._watching is not None:
             self._watching.cancel()
-        ending = [*(run.task for run in running if run.task is not None)]
-        if self._watching is not None:
             await asyncio.wait([self._watching])
-        if ending:
-            await asyncio.wait(ending)
-        if self._tasks:
-            _, late = await asyncio.wait(list(self._tasks), timeout=PUT_DOWN_S)
-            for task in late:
-                task.cancel()
+        await self._background.close(PUT_DOWN_S)
         if self._owns_workers:
             await self._fleet.close()
         if self._journal is not None and self._journal is not self._journal_at:
             await self._journal.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._keep(task)
-        return task
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold on to a task in the background: the event loop does not."""
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, RolloutError):
-            _log.error("a task of the client broke", exc_info=error)
 
 
 def _now() -> float:
@@ -524,23 +451,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _check_rule(rule: OnVersionChange) -> OnVersionChange:
-    if rule not in RULES:
-        raise InvalidRequest(f"on_version_change is one of {RULES}, not {rule!r}")
-    return rule
-
-
 def _ending(run: Run) -> RolloutError:
     if run.ended_by == "close":
         return ClientClosed(f"the client was closed under request {run.request_id}")
     return RequestCancelled(f"request {run.request_id} was cancelled")
-
-
-def _finished(run: Run, logged: LoggedRequest) -> Generation:
-    """A request that has ended, from its journal."""
-    run.stops = None
-    run.failovers = logged.failovers
-    for _, chunk in logged.chunks:
-        run.take(chunk)
-    assert logged.finish_reason is not None
-    return run.generation(Done(logged.finish_reason, logged.stop_reason))

@@ -255,13 +255,14 @@ class Driver:
     def _raise_verdict(run: Run) -> None:
         """Turn the watch's cancellation into its verdict, unless somebody else cancelled the task as well."""
         verdict, task = run.verdict, asyncio.current_task()
-        if verdict is None or task is None:
-            return
         run.silent_since = math.inf
+        if task is None:
+            return
         others = task.cancelling()
         for _ in range(run.strikes):
             others = task.uncancel()
-        if not others:
+        run.strikes = 0
+        if verdict is not None and not others:
             raise verdict
 
     async def _pump(
@@ -291,7 +292,7 @@ class Driver:
                     if count:
                         observe(now - run.silent_since)
                 elif count:
-                    self._first_token(run, now)
+                    self._first_token(run, seat, now)
                 run.silent_since = seat.moved_at = now
                 reason, ended_by = chunk.finish_reason, chunk.stop_reason
                 stop = None
@@ -330,11 +331,12 @@ class Driver:
             count_tokens(taken)
         raise WorkerGone(f"{seat.name} ended the stream without a finish reason", worker=seat.name)
 
-    def _first_token(self, run: Run, now: float) -> None:
+    def _first_token(self, run: Run, seat: Seat, now: float) -> None:
         """The attempt's first: the time until now was queue time."""
         run.has_begun = True
         run.first_token_at = now
         run.streak = Streak()
+        seat.waits.append(now - run.sent_at)
         self._metrics.first_token.observe(now - run.sent_at)
         if run.broke_at is not None:
             self._metrics.failover_gap.observe(now - run.broke_at)

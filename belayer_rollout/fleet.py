@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from belayer_rollout.routing import (
     choose,
 )
 from belayer_rollout.run import Run
+from belayer_rollout.status import WorkerStatus
 from belayer_rollout.types import ModelInfo
 
 __all__ = ["Fleet", "Seat", "within"]
@@ -36,6 +37,8 @@ ASK_S = 10.0
 """For the small questions: which model, which weight version."""
 MOST_BUSY_S = 1.0
 """How long a refusal without a word on when to ask again makes other requests look elsewhere first."""
+
+WAITS_KEPT = 32
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -74,6 +77,13 @@ class Seat:
         """When it last gave any sign of life."""
         self.sent = 0
         self.faults: Counter[str] = Counter()
+        self.waits: deque[float] = deque(maxlen=WAITS_KEPT)
+        """From sending a request to its first token."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """The median wait for a first token; None before there was one."""
+        return sorted(self.waits)[len(self.waits) // 2] if self.waits else None
 
     @property
     def is_fit(self) -> bool:
@@ -82,6 +92,21 @@ class Seat:
             self.is_started
             and not self.is_stale
             and (self.worker.recovers_itself or self.breaker.state is BreakerState.CLOSED)
+        )
+
+    def status(self) -> WorkerStatus:
+        """How it is now."""
+        return WorkerStatus(
+            name=self.name,
+            is_fit=self.is_fit,
+            is_stale=self.is_stale,
+            breaker=self.breaker.state.value,
+            load=len(self.runs),
+            sent=self.sent,
+            gap_s=self.pace.gap_s,
+            deadline_s=self.pace.deadline_s,
+            weight_version=self.version,
+            faults=dict(self.faults),
         )
 
 

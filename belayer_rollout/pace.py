@@ -44,15 +44,20 @@ class PaceLimits:
     """A probe is a request, and queues behind the others: so much more time for each request in flight."""
     lost_s: float = 300.0
     """A stream that gave tokens and then none for so long is lost, however well its worker is otherwise."""
-    tick_s: float = 0.25
+    queue_s: float = 1800.0
+    """A request that has waited so long for its first token is lost, too: a proxy dropped it, say. Far beyond
+    any queue, as whoever is sent again queues again; infinite to wait for ever."""
+    tick_s: float = 0.1
     """How often the watch looks."""
 
     def __post_init__(self) -> None:
         times = (self.multiple, self.floor_s, self.unlearnt_s, self.first_token_s, self.probe_s, self.tick_s)
         if not all(value > 0 for value in times) or not self.probe_each_s >= 0:
             raise InvalidRequest(f"paces and their deadlines must be positive: {self}")
-        if not 0 < self.quantile <= 1 or not self.floor_s <= self.ceiling_s <= self.lost_s:
-            raise InvalidRequest(f"quantile must be within (0, 1], floor_s <= ceiling_s <= lost_s: {self}")
+        if not 0 < self.quantile <= 1:
+            raise InvalidRequest(f"quantile must be within (0, 1]: {self}")
+        if not self.floor_s <= self.ceiling_s <= self.lost_s or not self.first_token_s <= self.queue_s:
+            raise InvalidRequest(f"floor_s <= ceiling_s <= lost_s and first_token_s <= queue_s: {self}")
 
 
 class Suspicion(Enum):
@@ -102,7 +107,7 @@ def suspicion(
 ) -> Suspicion:
     """What to think of a stream that has given nothing for ``silent_s``, at a worker of which no stream has
     moved for ``worker_silent_s``. ``has_begun``: it has given a token, so that it does not queue any more."""
-    if has_begun and silent_s >= limits.lost_s:
+    if silent_s >= (limits.lost_s if has_begun else limits.queue_s):
         return Suspicion.STREAM
     patience = deadline_s if has_begun else limits.first_token_s
     # A stream that waits while others move is preempted or queues.

@@ -63,7 +63,7 @@ class BreakerLimits:
 
     faults: int = 1
     """Opens at so many in a row. One is enough, as the way back is a probe and not a guess."""
-    cool_s: float = 0.5
+    cool_s: float = 0.1
     """The first trial comes after so long, each further one after twice the time."""
     most_cool_s: float = 30.0
 

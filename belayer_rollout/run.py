@@ -41,6 +41,8 @@ class Run:
     """The state of one request, kept by the task that drives it."""
 
     __slots__ = (
+        "_source",
+        "_sources",
         "ahead",
         "attempts",
         "broke_at",
@@ -49,6 +51,8 @@ class Run:
         "failovers",
         "first_token_at",
         "has_begun",
+        "has_id",
+        "is_ending",
         "is_open",
         "last",
         "logprobs",
@@ -58,7 +62,6 @@ class Run:
         "request_id",
         "restarts",
         "rule",
-        "segments",
         "sent_at",
         "session",
         "silent_since",
@@ -85,8 +88,11 @@ class Run:
         *,
         watch_stops: Callable[[], StopWatch] | None = None,
         outlet: Outlet | None = None,
+        has_id: bool = True,
     ) -> None:
         self.request_id = request_id
+        self.has_id = has_id
+        """The caller gave the id, and may come back with it."""
         self.session = session
         self.prompt = tuple(prompt)
         self.params = params
@@ -95,6 +101,8 @@ class Run:
         self.outlet = outlet
         self.task: asyncio.Task[Generation] | None = None
         self.ended_by: Literal["cancel", "close"] | None = None
+        self.is_ending = False
+        """Cancelled by a caller or the client: see `end`."""
         self.is_open = False
         """The journal has it."""
         self.telling: asyncio.Task[None] | None = None
@@ -102,7 +110,10 @@ class Run:
 
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.segments: list[Segment] = []
+        self._sources: list[tuple[int, str, int]] = []
+        """(first token, worker, weight version), where one of the two changes."""
+        self._source: tuple[str, int] = ("", 0)
+        """Of the last token."""
         self.version: int | None = None
         self.stops = watch_stops() if watch_stops else None
         self.last: TokenChunk | None = None
@@ -132,6 +143,13 @@ class Run:
         self.ahead = 0
         """Tokens handed to the journal for that commit."""
 
+    def end(self, by: Literal["cancel", "close"] | None = None) -> None:
+        """Cancel it."""
+        self.is_ending = True
+        self.ended_by = self.ended_by or by
+        if self.task is not None:
+            self.task.cancel()
+
     def begin_attempt(self, worker: str, now: float) -> None:
         """It is sent to a worker."""
         self.worker = worker
@@ -148,17 +166,23 @@ class Run:
 
     def take(self, chunk: TokenChunk) -> None:
         """Its tokens are the next ones."""
-        start = len(self.tokens)
+        worker, version = chunk.worker, chunk.weight_version
+        if version != self._source[1] or worker != self._source[0] or not self.tokens:
+            self._source = (worker, version)
+            self._sources.append((len(self.tokens), worker, version))
         self.tokens += chunk.token_ids
         self.logprobs += chunk.logprobs
-        stop = len(self.tokens)
-        segments = self.segments
-        if segments:
-            last = segments[-1]
-            if last[2] == chunk.worker and last[3] == chunk.weight_version:
-                segments[-1] = Segment(last[0], stop, chunk.worker, chunk.weight_version)
-                return
-        segments.append(Segment(start, stop, chunk.worker, chunk.weight_version))
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Who made which of the tokens."""
+        stops = [start for start, *_ in self._sources[1:]]
+        return tuple(
+            Segment(start, stop, worker, version)
+            for (start, worker, version), stop in zip(
+                self._sources, [*stops, len(self.tokens)][: len(self._sources)], strict=True
+            )
+        )
 
     def until_stop(self, chunk: TokenChunk, info: ModelInfo) -> tuple[TokenChunk, str | None]:
         """The chunk cut after the token that completes a stop string, and that string; the chunk as it is if
@@ -204,13 +228,14 @@ class Run:
     @property
     def last_source(self) -> tuple[str, int]:
         """Worker and weight version of the last token."""
-        return self.segments[-1][2:] if self.segments else ("", 0)
+        return self._source
 
     def start_over(self) -> None:
         """Back to the prompt: every token is dropped."""
         self.tokens.clear()
         self.logprobs.clear()
-        self.segments.clear()
+        self._sources.clear()
+        self._source = ("", 0)
         self.version = None
         self.stops = self.watch_stops() if self.watch_stops else None
 
@@ -224,6 +249,6 @@ class Run:
             logprobs=tuple(self.logprobs),
             finish_reason=done.finish_reason,
             stop_reason=done.stop_reason,
-            segments=tuple(self.segments),
+            segments=self.segments,
             failovers=self.failovers,
         )

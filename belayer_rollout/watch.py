@@ -17,10 +17,11 @@ from belayer_rollout.run import Run
 
 __all__ = ["Watch"]
 
-GAPS_SAMPLED = 16
+GAPS_SAMPLED = 8
 """Of each worker, at each look."""
 STRIKE_AGAIN_S = 5.0
-"""A reader that is cancelled and does not come back (an engine's clean-up hangs) is cancelled again."""
+"""A reader that is cancelled, by the watch or a caller, and does not come back (an engine's clean-up hangs)
+is cancelled again."""
 
 
 class Watch:
@@ -63,17 +64,18 @@ class Watch:
             self._metrics.observe_gaps(seat.pace.recent[-GAPS_SAMPLED:])
             self._look_at(seat, now)
         for run, at in list(self._struck.items()):
-            if run.verdict is None or run.worker is None:
+            if run.worker is None or not (run.verdict or run.is_ending):
                 del self._struck[run]
             elif now - at >= STRIKE_AGAIN_S:
-                self._strike(run, run.verdict)
+                self._strike(run)
 
     def _look_at(self, seat: Seat, now: float) -> None:
         deadline_s = seat.pace.deadline_s
         worker_silent_s = now - seat.moved_at
         is_suspect = False
         for run in seat.runs:
-            if run.verdict is not None:
+            if run.verdict is not None or run.is_ending:
+                self._struck.setdefault(run, now)
                 continue
             found = suspicion(
                 self._limits,
@@ -122,9 +124,9 @@ class Watch:
                 verdict.__cause__ = fault
                 self._strike(run, verdict)
 
-    def _strike(self, run: Run, verdict: WorkerFault) -> None:
+    def _strike(self, run: Run, verdict: WorkerFault | None = None) -> None:
         if run.task is not None:
-            run.verdict = verdict
+            run.verdict = verdict or run.verdict
             run.strikes += 1
             self._struck[run] = self._clock()
             run.task.cancel()

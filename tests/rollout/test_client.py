@@ -301,6 +301,54 @@ def test_cancelling_the_awaiting_task_reaches_the_worker_and_keeps_the_tokens() 
     run_virtual(story())
 
 
+def test_a_cancelled_request_whose_id_nobody_knows_is_not_kept() -> None:
+    class Telling(MemoryJournal):
+        """Tells how each request ended."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ended: list[tuple[str, int]] = []
+
+        async def finish(self, request_id: str, finish_reason: Any, stop_reason: Any, length: int) -> None:
+            self.ended.append((finish_reason, length))
+            await super().finish(request_id, finish_reason, stop_reason, length)
+
+    async def story() -> None:
+        journal = Telling()
+        async with RolloutClient([ScriptedWorker()], journal=journal) as client:
+            for request_id in (None, "known"):
+                task = asyncio.create_task(client.generate(PROMPT, P64, request_id=request_id))
+                await asyncio.sleep(0.2)
+                task.cancel()
+                await asyncio.wait([task])
+            await until(lambda: journal.ended != [])
+            ((reason, length),) = journal.ended
+            assert reason == "abort"
+            assert 0 < length < 64
+            assert_undisturbed(await client.resume("known"), P64)
+
+    run_virtual(story())
+
+
+def test_whoever_joins_a_request_hears_that_it_was_cancelled() -> None:
+    async def story() -> None:
+        async with RolloutClient([ScriptedWorker()]) as client:
+            first = asyncio.create_task(client.generate(PROMPT, P64, request_id="r"))
+            await asyncio.sleep(0.1)
+            joined = asyncio.create_task(client.resume("r"))
+            impatient = asyncio.create_task(client.resume("r"))
+            await asyncio.sleep(0.1)
+            impatient.cancel()
+            await asyncio.wait([impatient])
+            assert impatient.cancelled()
+            assert not first.done()
+            first.cancel()
+            with pytest.raises(RequestCancelled):
+                await joined
+
+    run_virtual(story())
+
+
 def test_a_request_cancelled_while_it_waits_for_a_place_is_never_sent() -> None:
     async def story() -> None:
         worker = ScriptedWorker()
@@ -456,6 +504,20 @@ def test_a_bubble_is_predicted_from_pace_and_earlier_lengths() -> None:
             assert hint == pytest.approx(0.5 * (64 - 20), abs=0.6)
             running.cancel()
             await asyncio.wait([running])
+
+    run_virtual(story())
+
+
+def test_a_bubble_holds_what_is_left_of_the_queue() -> None:
+    async def story() -> None:
+        async with RolloutClient([ScriptedWorker(gap_s=0.5, first_s=20.0)]) as client:
+            for _ in range(5):
+                await client.generate(PROMPT, P64, session="s")
+            longer = SamplingParams(max_tokens=70, ignore_eos=True)
+            running = asyncio.create_task(client.generate(PROMPT, longer, session="s", request_id="r2"))
+            await asyncio.sleep(5)
+            assert client.hint_bubble("r2") == pytest.approx(15 + 0.5 * 64, abs=1.0)
+            await running
 
     run_virtual(story())
 

@@ -170,6 +170,13 @@ def test_a_preempted_stream_is_no_hang_while_others_move() -> None:
     run_virtual(story())
 
 
+def test_a_request_that_was_dropped_before_its_first_token_is_sent_again_in_the_end() -> None:
+    worker = ScriptedWorker("w", deque([Fault("stuck stream", 0)]))
+    generation = run_virtual(generate(worker))
+    assert_undisturbed(generation, P64)
+    assert (generation.failovers, len(worker.requests)) == (1, 2)
+
+
 # C06: version stamped at the end instead of the start
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
-from typing import cast
 
 import pytest
 
@@ -120,7 +118,7 @@ def test_a_consumer_that_is_cancelled_does_not_cancel_the_commit_of_others() -> 
     async def story() -> None:
         journal, worker = SlowJournal(), ScriptedWorker()
         async with RolloutClient([worker], journal=journal) as client:
-            first, second = client.stream([1], P64), client.stream([2], P64)
+            first, second = client.stream([1], P64, request_id="a"), client.stream([2], P64, request_id="b")
             waiting = asyncio.ensure_future(anext(first))
             other = asyncio.ensure_future(anext(second))
             await until(lambda: journal.appended >= 8)
@@ -129,7 +127,7 @@ def test_a_consumer_that_is_cancelled_does_not_cancel_the_commit_of_others() -> 
             assert not other.done()
             journal.commit()
             assert (await other).token_ids == undisturbed([2], P64).token_ids[:1]
-            await cast("AsyncGenerator[TokenChunk, None]", second).aclose()
+            await second.aclose()
             await until(lambda: len(worker.aborted) == 2)
 
     run_virtual(story())
@@ -160,7 +158,7 @@ def test_leaving_a_stream_ends_it_at_the_worker() -> None:
     async def story() -> None:
         worker = ScriptedWorker()
         async with RolloutClient([worker]) as client:
-            chunks = cast("AsyncGenerator[TokenChunk, None]", client.stream(PROMPT, P64))
+            chunks = client.stream(PROMPT, P64)
             async for chunk in chunks:
                 assert chunk.token_ids
                 break

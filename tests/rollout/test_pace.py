@@ -16,6 +16,7 @@ LIMITS = PaceLimits(
     probe_s=5,
     probe_each_s=0.05,
     lost_s=300,
+    queue_s=5000,
 )
 
 
@@ -59,6 +60,7 @@ def test_the_deadline_follows_a_worker_that_slows_down() -> None:
         # Queue time is no gap.
         (29.9, 29.9, False, Suspicion.NONE),
         (3000.0, 1.0, False, Suspicion.NONE),
+        (5000.0, 1.0, False, Suspicion.STREAM),
         (30.0, 30.0, False, Suspicion.WORKER),
     ],
 )
@@ -86,6 +88,7 @@ def test_a_probe_gets_time_for_the_requests_before_it() -> None:
         {"quantile": 1.5},
         {"tick_s": float("nan")},
         {"lost_s": 10},
+        {"queue_s": 29},
         {"probe_each_s": -1},
     ],
 )
