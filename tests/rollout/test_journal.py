@@ -221,6 +221,22 @@ def test_a_closed_journal_says_so(path: Path) -> None:
     asyncio.run(go())
 
 
+def test_nothing_is_taken_while_it_closes(path: Path) -> None:
+    async def go() -> None:
+        journal = Journal(path)
+        await journal.open_request("r", "s", [1], PARAMS)
+        closing_it = asyncio.ensure_future(journal.close())
+        await asyncio.sleep(0)
+        with pytest.raises(ClientClosed):
+            journal.append("r", 0, chunk(1))
+        with pytest.raises(ClientClosed):
+            await journal.cut("r", 0)
+        await closing_it
+
+    asyncio.run(go())
+    assert reload(path, "r").chunks == ()
+
+
 def test_all_appends_of_one_commit_share_a_future_that_cancelling_one_task_leaves_alone(path: Path) -> None:
     async def use(journal: Journal) -> None:
         for n in range(3):
