@@ -197,6 +197,8 @@ class Journal:
             InvalidRequest: a live process, which the message names, runs it.
             JournalDamaged: its rows are not what was written."""
         await self._recover()
+        # First whether there is one: callers ask for ids that are new, and rows for nothing are dear.
+        await self._do(lambda store: store.require(request_id))
         tail, found = await self._do(lambda store: store.load(request_id), needs_rows=True)
         if found.finish_reason is None:
             self._adopt(request_id, tail)

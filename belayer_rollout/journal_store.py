@@ -149,6 +149,14 @@ class JournalStore:
         self._claim(row, request_id)
         return Tail(row, self._length(row))
 
+    def require(self, request_id: str) -> None:
+        """Nothing, for a request that there is.
+
+        Raises:
+            UnknownRequest: there is none."""
+        if not self._db.rows("SELECT 1 FROM requests WHERE request_id = ?", (request_id,)):
+            raise UnknownRequest(f"the journal {self.path} has no request {request_id!r}")
+
     def load(self, request_id: str) -> tuple[Tail, JournalledRequest]:
         """All of a request; an unfinished one is from now on this writer's. The writer's own log must be
         empty.

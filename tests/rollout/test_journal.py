@@ -207,6 +207,20 @@ def test_unknown_requests_are_unknown(path: Path) -> None:
     with_journal(path, use)
 
 
+def test_asking_for_an_unknown_request_writes_no_rows(path: Path) -> None:
+    async def use(journal: Journal) -> None:
+        await journal.open_request("r", "s", [1], PARAMS)
+        for n in range(20):
+            await add(journal, "r", n, n)
+            with pytest.raises(UnknownRequest):
+                await journal.load("new")
+        with closing(sqlite3.connect(path)) as db:
+            assert db.execute("SELECT count(*) FROM tokens").fetchone() == (0,)
+
+    with_journal(path, use)
+    assert reload(path, "r").length == 20
+
+
 def test_a_closed_journal_says_so(path: Path) -> None:
     async def go() -> None:
         journal = Journal(path)
