@@ -28,7 +28,7 @@ CALL_DEADLINE_S = 20.0
 FILL_DEADLINE_S = 600.0
 """For reading a checkpoint and hashing it."""
 
-BACKGROUND_NICE = 10
+BACKGROUND_NICE = 5
 
 
 class AttachedVllm(VllmWorker):
