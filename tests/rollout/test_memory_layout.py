@@ -80,13 +80,17 @@ def test_what_cannot_be_laid_out_is_refused(wrong: list[TensorSpec], aliases: di
 
 def test_one_changed_byte_is_found_in_its_chunk() -> None:
     data = bytearray(random.Random(1).randbytes(3 * CHUNK_BYTES + 17))
-    digests = chunk_digests(memoryview(data))
+
+    def read(start: int, stop: int) -> bytearray:
+        return data[start:stop]
+
+    digests = chunk_digests(read, len(data))
     assert len(digests) == 4
-    assert differing(memoryview(data), digests, range(4)) == []
+    assert differing(read, len(data), digests, range(4)) == []
     data[-1] ^= 1
     data[CHUNK_BYTES] ^= 1
-    assert differing(memoryview(data), digests, range(4)) == [1, 3]
-    assert root_digest(chunk_digests(memoryview(data))) != root_digest(digests)
+    assert differing(read, len(data), digests, range(4)) == [1, 3]
+    assert root_digest(chunk_digests(read, len(data))) != root_digest(digests)
 
 
 @given(st.integers(0, 300), st.one_of(st.none(), st.integers(0, 40)), st.integers(0, 99))

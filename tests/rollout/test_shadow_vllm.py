@@ -136,7 +136,8 @@ def pair(shared: ShadowPair, run: Run[Any]) -> ShadowPair:
 
 @pytest.fixture(scope="module")
 def reference(shared: ShadowPair, run: Run[Any]) -> list[list[int]]:
-    return run(undisturbed(shared, "reference"))
+    tokens: list[list[int]] = run(undisturbed(shared, "reference"))
+    return tokens
 
 
 def pss_bytes(pid: int, address: int) -> tuple[int, int]:
