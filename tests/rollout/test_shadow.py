@@ -245,8 +245,9 @@ def test_owner_and_primary_killed_together_keep_the_weights_of_the_shadow() -> N
             await pair.update_weights(8, NEW_WEIGHTS)
             check(await stream(pair, at(5, lambda: kill(pair.owner_process(), *pair.primary_processes()))))
             (last,) = pair.history
-            assert (last.path, last.weight_version) == ("cold", 8)
-            assert any("OwnerGone" in text for text in (last.reason, *last.notes))
+            assert last.weight_version == 8
+            # Which of the two deaths is seen first is chance: the shadow can take over only on a new owner.
+            assert last.path == "shadow" or "OwnerGone" in last.reason
 
     asyncio.run(scenario())
 
