@@ -18,13 +18,13 @@ from typing import NamedTuple
 import psutil
 
 __all__ = [
+    "END_S",
     "DeathWatch",
     "EngineProcesses",
     "end_marked",
     "engine_environment",
     "marked",
     "shared_memory_of",
-    "unfit",
     "unlink_shared_memory",
 ]
 
@@ -91,18 +91,6 @@ def end_marked(mark: str, deadline_s: float = END_S) -> bool:
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(left, timeout=0.2)
     return True
-
-
-def unfit(processes: EngineProcesses) -> bool:
-    """Whether one of them is gone or stopped, so that it will not end itself when it is asked to."""
-    for pid in processes.all:
-        try:
-            status = psutil.Process(pid).status()
-        except psutil.Error:
-            return True
-        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
-            return True
-    return False
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:

@@ -16,12 +16,12 @@ from belayer_rollout.engines.base import WeightSource
 from belayer_rollout.engines.vllm.extension import EXTENSION
 from belayer_rollout.engines.vllm.params import EXACT_PROCESSOR, sampling_arguments
 from belayer_rollout.engines.vllm.processes import (
+    END_S,
     DeathWatch,
     EngineProcesses,
     end_marked,
     engine_environment,
     shared_memory_of,
-    unfit,
     unlink_shared_memory,
 )
 from belayer_rollout.engines.vllm.stamps import pieces
@@ -46,9 +46,6 @@ KV_BYTES = 1 << 30
 
 RPC_DEADLINE_S = 300.0
 """For loading weights in every worker; the rest of its calls take milliseconds."""
-
-GRACE_S = 10.0
-"""How long a healthy engine may take to end itself: alone 2 s, on a busy host 4.5 s were measured."""
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -315,6 +312,10 @@ class VllmWorker:
 
         if request.params.exact_resume and not self._exact:
             raise RequestRejected(f"{self._name} was started without exact_resume")
+        vocabulary = self._alive().model_config.get_vocab_size()
+        if not request.token_ids or not all(0 <= token < vocabulary for token in request.token_ids):
+            # Without a tokenizer vLLM does not look, and its EngineCore dies of the lookup.
+            raise RequestRejected(f"vLLM refuses the prompt: it needs token ids within 0..{vocabulary - 1}")
         try:
             arguments = sampling_arguments(request)
             return VllmSamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
@@ -438,24 +439,22 @@ class VllmWorker:
             raise WorkerFault(f"{self._name}: vLLM failed: {error!r}", worker=self._name) from error
 
     async def _end(self, why: str) -> None:
-        """Never raises. The healthy are asked, the others killed; then all that bear our mark."""
+        """Never raises. Kills: asked to end itself an idle engine took 4 to 10 s on a busy host, a stopped
+        one would not at all, and none holds anything that would be lost."""
         engine, self._engine = self._engine, None
-        broken = self._gone is not None or await asyncio.to_thread(unfit, self._processes)
         self._on_death(None, why)
+        if engine is not None and engine.output_handler is not None:
+            engine.output_handler.cancel()  # or it logs the end that we make as an error
+        await asyncio.to_thread(end_marked, self._mark)
         if engine is not None:
-            if engine.output_handler is not None:
-                engine.output_handler.cancel()  # or it logs the end that we make as an error
-            if broken:
-                await asyncio.to_thread(end_marked, self._mark)
             with contextlib.suppress(Exception):
-                # Its own part in this process as well: sockets, tasks, shared memory.
-                await asyncio.to_thread(engine.shutdown, GRACE_S)
+                # Its part in this process: sockets, tasks, a monitor thread.
+                await asyncio.to_thread(engine.shutdown)
             # vLLM would shut it down once more when it is collected, which at the interpreter's end fails.
             engine.shutdown = lambda timeout=None: None
-        await asyncio.to_thread(end_marked, self._mark)
         for child in multiprocessing.active_children():
             if child.pid in self._processes.cores:
-                await asyncio.to_thread(child.join, GRACE_S)  # killed: this reaps it
+                await asyncio.to_thread(child.join, END_S)  # killed: this reaps it
         unlink_shared_memory(self._shared_memory)
 
 
