@@ -390,7 +390,7 @@ class ShadowPair:
 
     async def _build(self, *, lane: int, in_background: bool) -> Slot:
         engine = self._make_engine(
-            owner=self._seat.process.path, lane=lane, name=f"{self._name}/next", in_background=in_background
+            owner=self._seat.process.path, lane=lane, name=f"{self._name}/shadow", in_background=in_background
         )
         slot = Slot(engine, lane)
         try:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from belayer_rollout.errors import UpdateFailed, WorkerGone
+from belayer_rollout.fence import is_exiting
 from belayer_rollout.models import ensure_model
 from belayer_rollout.pair_state import PairState
 from belayer_rollout.shadow import ShadowPair
@@ -125,7 +126,7 @@ def shared(run: Run[Any], model: Path) -> Iterator[ShadowPair]:
         assert directory is not None
         assert not directory.exists()
         assert owner is not None
-        assert not any(Path(f"/proc/{pid}").exists() for pid in (owner, *pids))
+        assert all(is_exiting(pid) for pid in (owner, *pids))
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_a_stopped_engine_core_is_found_and_replaced(
     assert [stream.tokens for stream in streams] == reference
     assert (pair.history[-1].path, pair.history[-1].cause) == ("shadow", "a process of it is stopped")
     run(pair.wait_for(PairState.GUARDED))
-    assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
+    assert all(is_exiting(pid) for pid in stopped)
 
 
 def test_weights_are_held_once_for_both_engines(pair: ShadowPair, run: Run[Any]) -> None:
