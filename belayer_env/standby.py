@@ -76,17 +76,18 @@ class Standby:
             self.memory_bytes = sandbox.memory_bytes()
             return True
 
-    def take(self) -> Sandbox:
-        """The clone, woken and proven answering; there is none any more.
+    def take(self, checkpoint_id: str) -> Sandbox:
+        """The clone of this checkpoint, woken and proven answering; there is none any more.
 
         Raises:
-            SandboxGone: there was none, or it had died.
+            SandboxGone: there was none, or it had died, or a `prepare` has made it one of another checkpoint
+                since it was asked for.
             Fault: it did not wake; it is gone."""
         with self._lock:
+            if self._sandbox is None or self._ref is None or self._ref.id != checkpoint_id:
+                raise SandboxGone(f"there is no standby of checkpoint {checkpoint_id}")
             sandbox, self._sandbox, self._ref = self._sandbox, None, None
             self.memory_bytes = 0
-        if sandbox is None:
-            raise SandboxGone("there is no standby")
         try:
             sandbox.wake()
         except BaseException:

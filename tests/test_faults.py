@@ -95,6 +95,34 @@ def test_an_init_that_the_oom_killer_takes_is_told_from_other_deaths(sandboxes: 
         sandbox.run(hogs)
 
 
+def test_a_step_in_which_the_oom_killer_went_on_to_init_has_no_result(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create(memory_bytes=128 * MIB)
+    cgroup: Cgroup = container(sandbox).cgroup
+    hog = "python3 -c 'x = bytearray(400_000_000)' 2>/dev/null; echo ended"
+
+    def kill_next() -> None:
+        # By then the command has ended, and said of what: the kernel takes so long over its second choice.
+        until = time.monotonic() + 20
+        while not cgroup.oom_kills() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        sandbox.kill()
+
+    done = sandbox.run(hog)
+    if not done.oom_kills:
+        pytest.skip("here Python is refused the memory, and nobody killed")
+    assert done.output.endswith("ended\n")
+    assert sandbox.run("echo ok").oom_kills == 0
+    sandbox = sandboxes.create(memory_bytes=128 * MIB)
+    cgroup = container(sandbox).cgroup
+    killer = threading.Thread(target=kill_next)
+    killer.start()
+    with pytest.raises(SandboxOOM) as caught:
+        sandbox.run(hog)
+    killer.join()
+    assert caught.value.begun
+
+
 def test_a_sandbox_that_somebody_froze_is_told_at_rest_and_in_mid_command(sandboxes: Sandboxes) -> None:
     sandbox = sandboxes.create()
     cgroup: Cgroup = container(sandbox).cgroup

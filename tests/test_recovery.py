@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ from belayer_env.ledger import Step
 from belayer_env.policy import CheckpointPolicy, Never, parse_policy
 from belayer_env.recovery import Budget, Recovery, Rung, ladder
 from belayer_env.rollback import Rollback
-from belayer_env.spec import Task, Tier
+from belayer_env.spec import ExecResult, Task, Tier
+from belayer_env.standby import Standby
 from belayer_env.store import Store
 from tests.memory_sandbox import RANDOM, Faults, FaultyRuntime, FaultySandbox, MemoryRuntime
 
@@ -126,6 +128,48 @@ def test_the_newest_checkpoint_is_restored_and_the_rest_replayed(bench: Bench) -
         assert (found.rung, found.step, found.rollback) == (Rung(newest, 1), 2, None)
         assert found.sandbox.run("echo $A").output == "4\n"
     assert bench.met == []
+
+
+@pytest.mark.parametrize(("num_struck", "rolled_back_to"), [(1, None), (2, None), (3, 0)])
+def test_a_replay_that_the_oom_killer_has_struck_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_struck: int, rolled_back_to: int | None
+) -> None:
+    bench.told("A=1", "A=$((A+3)); echo $A")
+    left, run = [num_struck], FaultySandbox.run
+
+    def run_struck(sandbox: FaultySandbox, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        result = run(sandbox, command, timeout_s=timeout_s)
+        if command == "A=1" and left[0]:
+            left[0] -= 1
+            return dataclasses.replace(result, output="Killed\n", oom_kills=1)
+        return result
+
+    monkeypatch.setattr(FaultySandbox, "run", run_struck)
+    with recovered(bench) as found:
+        if rolled_back_to is None:
+            assert (found.step, found.rollback) == (2, None)
+            assert found.sandbox.run("echo $A").output == "4\n"
+        else:
+            assert found.rollback.to_step == rolled_back_to  # the third time it is believed
+    assert bench.met == ["SandboxOOM"] * min(num_struck, 2) + ["ContextDiverged"] * (num_struck == 3)
+
+
+def test_a_standby_is_taken_only_as_that_of_the_checkpoint_asked_for(bench: Bench) -> None:
+    bench.told("A=1")
+    older = bench.episode.checkpoint()
+    bench.told("A=2")
+    newer = bench.episode.checkpoint()
+    standby = Standby(bench.recovery().restored)
+    with pytest.raises(SandboxGone):
+        standby.take(newer.id)
+    assert standby.prepare(older)
+    # As when a late `prepare` has run between the choice of the rung and the swap.
+    with pytest.raises(SandboxGone, match=newer.id):
+        standby.take(newer.id)
+    sandbox = standby.take(older.id)
+    assert sandbox.run("echo $A").output == "1\n"
+    sandbox.destroy()
+    standby.drop()
 
 
 def test_damaged_checkpoints_are_passed_by_each_tried_once(bench: Bench) -> None:
