@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from belayer_env.disk import disk_errors
 from belayer_env.errors import (
     BelayerError,
     CheckpointRefused,
     Fault,
     InvalidInput,
     RuntimeFailed,
+    SandboxFrozen,
     SandboxGone,
     SandboxOOM,
 )
@@ -28,7 +30,7 @@ from belayer_env.sandbox import changes, criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
 from belayer_env.sandbox.procs import ProcStat, locked_mapping, read_procs
-from belayer_env.sandbox.shell import ShellChannel
+from belayer_env.sandbox.shell import ChannelContents, ShellChannel, populate_channel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
 __all__ = ["LIVENESS_DEADLINE_S", "Container"]
@@ -68,9 +70,11 @@ class Container:
         self._was_oom = was_oom
         self._lost: str | None = None
 
-    def open_channel(self, directory: Path, *, owner: int) -> None:
-        """Take up the host's end of a populated channel directory."""
-        self._channel = ShellChannel(directory, self, owner=owner)
+    def open_channel(self, directory: Path, contents: ChannelContents, *, owner: int) -> None:
+        """Fill a new channel directory, and take up the host's end."""
+        with disk_errors("filling the shell channel"):
+            populate_channel(directory, contents, owner=owner)
+        self._channel = ShellChannel(directory, self, owner=owner, last_run=contents.last_run)
 
     def attach(self, pid: int, cgroup: Cgroup | None = None) -> None:
         """Hold on to the container's init; without ``cgroup``, to the cgroup it is in.
@@ -362,9 +366,18 @@ class Container:
         try:
             self.cgroup.freeze()
             act()
+            if not self.cgroup.is_frozen():
+                raise RuntimeFailed(
+                    "somebody thawed the sandbox in the middle of its checkpoint: what was saved of its "
+                    "processes and of its files may be of two instants"
+                )
         except CheckpointRefused as refused:
             if refused.cause in ("deadline", "killed"):
                 self._lose(f"CRIU ended in the middle of a dump: {refused}")
+            raise
+        except SandboxFrozen as frozen:
+            if frozen.begun:
+                self._lose(f"CRIU ended in the middle of a dump: {frozen}")
             raise
         except BelayerError:
             raise

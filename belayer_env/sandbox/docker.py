@@ -54,7 +54,7 @@ from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, mount, unmount, unmount_below
 from belayer_env.sandbox.runc_spec import CAPABILITIES, process_env
 from belayer_env.sandbox.seccomp import docker_profile
-from belayer_env.sandbox.shell import CHANNEL_MOUNT, ChannelContents, populate_channel
+from belayer_env.sandbox.shell import CHANNEL_MOUNT, ChannelContents
 from belayer_env.sandbox.tree import copy_tree
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
@@ -293,15 +293,14 @@ class DockerSandbox:
             mount("tmpfs", etc_dir, "tmpfs", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC, options=_ETC_OPTIONS)
         except OSError as error:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
-        with disk_errors("filling the shell channel"):
-            populate_channel(channel, contents, owner=0)
+        self._container.open_channel(channel, contents, owner=0)
+        with disk_errors("filling /etc"):
             for name, text in _ETC.items():
                 if etc is not None:
                     shutil.copy2(etc / name, etc_dir / name)
                 else:
                     (etc_dir / name).write_text(text)
                     (etc_dir / name).chmod(0o644)
-        self._container.open_channel(channel, owner=0)
         self._create_container(channel, etc_dir)
         found = self._engine.inspect(self._container_id)["GraphDriver"]["Data"]
         self._upper, self._merged = Path(found["UpperDir"]), Path(found["MergedDir"])

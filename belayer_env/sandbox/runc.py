@@ -38,7 +38,7 @@ from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOSUID, mount, mount_overlay, unmount, unmount_below
 from belayer_env.sandbox.procs import pids_naming
 from belayer_env.sandbox.runc_spec import dump_externals, oci_config, restore_externals
-from belayer_env.sandbox.shell import ChannelContents, populate_channel
+from belayer_env.sandbox.shell import ChannelContents
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
 __all__ = ["RuncRuntime", "RuncSandbox"]
@@ -251,9 +251,8 @@ class RuncSandbox:
             mount("tmpfs", channel, "tmpfs", flags=MS_NOSUID | MS_NODEV, options=_CHANNEL_OPTIONS)
         except OSError as error:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
-        populate_channel(channel, contents, owner=self._owner)
+        self._container.open_channel(channel, contents, owner=self._owner)
         mount_overlay(self._image.path, self.home / "layer", self.home / "rootfs", flags=MS_NODEV)
-        self._container.open_channel(channel, owner=self._owner)
 
     def _launch(self, images: Path | None) -> None:
         self._config = oci_config(

@@ -20,13 +20,13 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
-from belayer_env.errors import Fault, InvalidInput, NotText, SandboxFrozen, SandboxHung
+from belayer_env.errors import Fault, InvalidInput, NotText, SandboxAstray, SandboxFrozen, SandboxHung
 from belayer_env.sandbox.late_output import LATE_OUTPUT
 from belayer_env.sandbox.output import OutputBuffer
 from belayer_env.sandbox.procs import ProcStat, below, foreground
@@ -120,11 +120,13 @@ def check_command(command: str) -> bytes:
 class ChannelContents:
     """What a channel directory is filled with: by default, for a fresh sandbox.
 
-    ``state``: what a new shell starts from. ``late_fifos``: output FIFOs that background jobs still hold.
+    ``state``: what a new shell starts from. ``last_run``: number of the run that the shell has ended last, 0
+    if none, None if that is not known. ``late_fifos``: output FIFOs that background jobs still hold.
     ``scripts``: those that the sandbox's processes have open, name to text, which a later Belayer may have
     changed; empty: this Belayer's."""
 
     state: bytes = b""
+    last_run: int | None = 0
     late_fifos: tuple[str, ...] = ()
     scripts: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,6 +134,7 @@ class ChannelContents:
         """Plain data for a checkpoint; ``from_json`` is the inverse."""
         return {
             "shell_state": self.state.hex(),
+            "last_run": self.last_run,
             "late_fifos": list(self.late_fifos),
             "scripts": dict(self.scripts),
         }
@@ -139,10 +142,12 @@ class ChannelContents:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, with_processes: bool) -> ChannelContents:
         """For a restore. Without processes nobody holds a FIFO or a script."""
-        state = bytes.fromhex(data["shell_state"])
+        # Earlier versions did not write last_run.
+        state, last_run = bytes.fromhex(data["shell_state"]), data.get("last_run")
         if not with_processes:
-            return cls(state=state)
-        return cls(state=state, late_fifos=tuple(data["late_fifos"]), scripts=data["scripts"])
+            return cls(state=state, last_run=last_run)
+        late_fifos = tuple(data["late_fifos"])
+        return cls(state=state, last_run=last_run, late_fifos=late_fifos, scripts=data["scripts"])
 
 
 def populate_channel(directory: Path, contents: ChannelContents, *, owner: int) -> None:
@@ -168,7 +173,8 @@ class ShellChannel:
     `close` is owed. Make it before the container's processes run: it opens the reading ends first, so that a
     restored background job never writes into a FIFO without a reader."""
 
-    def __init__(self, directory: Path, peer: ChannelPeer, *, owner: int) -> None:
+    def __init__(self, directory: Path, peer: ChannelPeer, *, owner: int, last_run: int | None = 0) -> None:
+        """``last_run``: see `ChannelContents`."""
         self._dir = directory
         self._peer = peer
         self._owner = owner
@@ -177,6 +183,7 @@ class ShellChannel:
         self._shell_ns_pid = 0
         self._ready = False
         self._restarts_unseen = False
+        self._last_run = last_run
         # Read-write, so that neither open waits for the other side and no reader ever sees an end of file.
         self._req = os.open(directory / "req", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._ctl = os.open(directory / "ctl", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -187,6 +194,7 @@ class ShellChannel:
         """What a checkpoint must carry of the channel."""
         return ChannelContents(
             state=self.shell_state(),
+            last_run=self._last_run,
             late_fifos=tuple(sorted(fifo.name for fifo in self._dir.glob("out.*"))),
             scripts={script: (self._dir / script).read_text() for script in _SCRIPTS},
         )
@@ -210,10 +218,11 @@ class ShellChannel:
                 raise SandboxHung("the sandbox's shell ends as soon as it is started")
 
     def ping(self, timeout_s: float = 10.0) -> None:
-        """Prove that the shell answers.
+        """Prove that the shell answers, and that it has run what the host knows of, and nothing else.
 
         Raises:
-            Fault: it does not, within ``timeout_s`` seconds."""
+            SandboxAstray: it has run something else.
+            Fault: it does not answer within ``timeout_s`` seconds."""
         self._n += 1
         self._request(b"ping %d" % self._n)
         deadline = time.monotonic() + timeout_s
@@ -222,6 +231,7 @@ class ShellChannel:
             self._note(message)
             if message.event is _Event.PONG and message.numbers[:1] == (self._n,):
                 self._ready = True
+                self._refuse_astray(message.numbers[2:], begun=False)
                 return
 
     def run(self, command: str, *, timeout_s: float, grace_s: float, output_bytes: int) -> ExecResult:
@@ -321,11 +331,13 @@ class ShellChannel:
     def _take(self, run: _Run, message: _Message) -> None:
         self._note(message)
         match message:
-            case _Message(_Event.BEGIN, (n,)) if n == run.number:
+            case _Message(_Event.BEGIN, (n, *last_run)) if n == run.number:
                 run.begun = True
+                self._refuse_astray(last_run, begun=True)
             case _Message(_Event.END, (n, code)) if n == run.number:
                 run.code = code
                 run.ended = True
+                self._last_run = n
                 self._keep_state()
             case _Message(_Event.EXIT, (code,)) if run.begun:
                 # The shell went with this command. (One that ends before "begin" leaves the request to its
@@ -459,13 +471,21 @@ class ShellChannel:
             case _Message(_Event.READY, (ns_pid,)):
                 self._shell_ns_pid = ns_pid
                 self._ready = True
-            case _Message(_Event.PONG, (_, ns_pid)):
+            case _Message(_Event.PONG, (_, ns_pid, *_)):
                 self._shell_ns_pid = ns_pid  # a restored shell says "ready" to nobody
             case _Message(_Event.EXIT, _):
                 self._ready = False
                 self._restarts_unseen = True
+                self._last_run = None  # the heir's state is of some earlier run
             case _:
                 pass
+
+    def _refuse_astray(self, said: Sequence[int], *, begun: bool) -> None:
+        """``said``: what the shell says it has ended last; scripts of earlier versions say nothing."""
+        if said and self._last_run is not None and said[0] != self._last_run:
+            raise SandboxAstray(
+                f"the sandbox's shell has last run command {said[0]}, and not {self._last_run}", begun=begun
+            )
 
     def _next_message(self, deadline: float, *, begun: bool, what: str) -> _Message:
         num_stopped = 0
