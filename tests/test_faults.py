@@ -218,6 +218,16 @@ def test_what_the_shell_ran_last_is_known_again_after_its_own_end(sandboxes: San
     assert sandboxes.reborn(sandbox).run("echo $V").output == "3\n"
 
 
+def test_a_shell_channel_without_room_is_a_fault(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run("(cat /dev/zero >&3; exec sleep 900) 3>>/belayer/state.new 2>/dev/null &")
+    while not any("sleep" in process.argv for process in sandbox.processes()):
+        time.sleep(0.02)
+    with pytest.raises(RuntimeFailed) as caught:
+        sandbox.run(": " + "x" * MIB)
+    assert caught.value.begun
+
+
 def test_a_sandbox_that_somebody_froze_is_told_at_rest_and_in_mid_command(sandboxes: Sandboxes) -> None:
     sandbox = sandboxes.create()
     cgroup: Cgroup = container(sandbox).cgroup

@@ -25,7 +25,7 @@ from belayer_env.errors import (
     TaskSetupFailed,
 )
 from belayer_env.ledger import Step
-from belayer_env.policy import CheckpointPolicy, Never, parse_policy
+from belayer_env.policy import CheckpointPolicy, EveryStep, Never, parse_policy
 from belayer_env.recovery import Budget, Recovery, Rung, ladder
 from belayer_env.rollback import Rollback
 from belayer_env.spec import ExecResult, Task, Tier
@@ -382,6 +382,58 @@ def test_forks_of_an_episode_with_a_rollback_to_tell_are_told_too(bench: Bench) 
     finally:
         for fork in forks:
             fork.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "is_lost"),
+    [
+        (FaultySandbox, "memory_bytes", False),
+        (FaultySandbox, "save", True),
+        (Store, "staging", False),
+        (Store, "publish", False),
+        (Store, "prune", False),
+    ],
+)
+def test_whatever_ends_a_checkpoint_in_the_background_is_noted_and_the_episode_goes_on(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    call: str,
+    is_lost: bool,
+) -> None:
+    bench = Bench(store, policy=EveryStep())
+    bench.told("A=1")
+    bench.episode.settle()
+
+    def odd(*args: Any, **kwargs: Any) -> None:
+        raise LookupError("something nobody thought of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, odd)
+        bench.told("A=$((A+3)); echo $A")
+        bench.episode.settle()
+    noted = bench.episode.telemetry.faults[-1]
+    assert (noted.kind, noted.step) == ("RuntimeFailed", 2)
+    assert "LookupError: something nobody thought of" in noted.message
+    assert "something nobody thought of" in caplog.text
+    bench.told("echo $A", "echo $A")
+    assert [step.observation for step in bench.episode.ledger.steps] == ["", "4\n", "4\n", "4\n"]
+    assert len(bench.episode.telemetry.recoveries) == is_lost
+    bench.episode.close()
+
+
+def test_a_standby_that_cannot_be_made_for_whatever_reason_is_none(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def odd(ref: CheckpointRef) -> Any:
+        raise LookupError("something nobody thought of")
+
+    standby = Standby(odd)
+    assert not standby.prepare(bench.episode.checkpoint())
+    assert standby.refusal == "something nobody thought of"
+    assert "LookupError" in caplog.text
+    standby.drop()
 
 
 @pytest.mark.parametrize("call", ["cut_ledger", "forget_after"])

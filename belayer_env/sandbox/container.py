@@ -132,12 +132,16 @@ class Container:
         if self._has_died(0):
             raise self.death(begun=False)  # before its own kill is taken for one of an earlier step's
         self._note_oom_kills()
-        result = channel.run(
-            command,
-            timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
-            grace_s=limits.kill_grace_s,
-            output_bytes=limits.output_bytes,
-        )
+        try:
+            result = channel.run(
+                command,
+                timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
+                grace_s=limits.kill_grace_s,
+                output_bytes=limits.output_bytes,
+            )
+        except OSError as error:
+            # The channel is full, or a pid was gone as it was to be signalled: nobody knows how far it got.
+            raise RuntimeFailed(f"the sandbox's shell could not be talked to: {error}", begun=True) from error
         oom_kills = self.cgroup.oom_kills() - self._oom_kills
         if oom_kills <= 0:
             return result

@@ -107,8 +107,9 @@ class DockerRuntime:
         image = engine_image(self.engine, spec.image, self.images_dir)
         sandbox = DockerSandbox(self, spec, image, home)
         try:
-            sandbox._make(ChannelContents(), etc=None)
-            sandbox._start()
+            with disk_errors(f"starting the sandbox of {home}"):
+                sandbox._make(ChannelContents(), etc=None)
+                sandbox._start()
             sandbox._container.enter_workdir()
         except BaseException:
             sandbox.destroy()
@@ -134,12 +135,13 @@ class DockerRuntime:
         sandbox = DockerSandbox(self, spec, image, home)
         try:
             contents = ChannelContents.from_json(meta, with_processes=full)
-            sandbox._make(contents, etc=saved_dir / "layer/etc")
-            sandbox._fill(saved_dir / "layer/upper")
-            if full:
-                sandbox._start_from(saved_dir / "images", meta.get("bundles"))
-            else:
-                sandbox._start()
+            with disk_errors(f"starting the sandbox of {home}"):
+                sandbox._make(contents, etc=saved_dir / "layer/etc")
+                sandbox._fill(saved_dir / "layer/upper")
+                if full:
+                    sandbox._start_from(saved_dir / "images", meta.get("bundles"))
+                else:
+                    sandbox._start()
         except BaseException as error:
             sandbox.destroy()
             if isinstance(error, Fault) and not isinstance(error, (RestoreFailed, EngineUnavailable)):

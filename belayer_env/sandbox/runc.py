@@ -20,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from belayer_env.disk import disk_errors
 from belayer_env.errors import (
     Fault,
     IncompatibleCheckpoint,
@@ -141,8 +142,9 @@ class RuncRuntime:
         try:
             if spec.limits.disk_bytes is not None:
                 self.layers.limit(home / "layer", spec.limits.disk_bytes)
-            sandbox._mount(contents)
-            sandbox._launch(images)
+            with disk_errors(f"starting the sandbox of {home}"):
+                sandbox._mount(contents)
+                sandbox._launch(images)
         except BaseException:
             sandbox.destroy()
             raise
