@@ -29,11 +29,12 @@ from belayer_env.errors import (
 from belayer_env.sandbox import changes, criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
+from belayer_env.sandbox.pids import counting_on
 from belayer_env.sandbox.procs import ProcStat, locked_mapping, read_procs
 from belayer_env.sandbox.shell import ChannelContents, ShellChannel, populate_channel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
-__all__ = ["LIVENESS_DEADLINE_S", "Container"]
+__all__ = ["Container"]
 
 LIVENESS_DEADLINE_S = 10.0
 ANSWER_DEADLINE_S = 5.0
@@ -74,7 +75,7 @@ class Container:
         """Fill a new channel directory, and take up the host's end."""
         with disk_errors("filling the shell channel"):
             populate_channel(directory, contents, owner=owner)
-        self._channel = ShellChannel(directory, self, owner=owner, last_run=contents.last_run)
+        self._channel = ShellChannel(directory, self, contents, owner=owner)
 
     def attach(self, pid: int, cgroup: Cgroup | None = None) -> None:
         """Hold on to the container's init; without ``cgroup``, to the cgroup it is in.
@@ -87,6 +88,15 @@ class Container:
             self.cgroup = cgroup or Cgroup.of_pid(pid)
         except ProcessLookupError as error:
             raise SandboxGone("the sandbox's init died as it started") from error
+
+    def greet_restored(self) -> None:
+        """The first words with processes that have just been restored.
+
+        Raises:
+            Fault: they do not answer, or not as those that were saved."""
+        channel = self.require()
+        with counting_on(self.pid, channel.last_pid):
+            channel.ping(LIVENESS_DEADLINE_S)
 
     def require(self) -> ShellChannel:
         """The channel of a container that is neither lost nor destroyed.
@@ -204,6 +214,7 @@ class Container:
                 self._refuse_traced()
                 self._refuse_stopped()
                 self._refuse_locked_mapping()
+            channel.ping(LIVENESS_DEADLINE_S)  # with the pid that was given out last
             settle()
             before = self._look() if with_fingerprint else None
             pause_s = self._frozen(write_all)

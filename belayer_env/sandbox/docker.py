@@ -39,7 +39,7 @@ from belayer_env.host.criu_find import find_criu
 from belayer_env.sandbox import criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
-from belayer_env.sandbox.container import LIVENESS_DEADLINE_S, Container
+from belayer_env.sandbox.container import Container
 from belayer_env.sandbox.docker_checkpoint import (
     CHECKPOINT_NAME,
     RestoreLog,
@@ -373,7 +373,7 @@ class DockerSandbox:
                 raise log.failure(error) from error
         shutil.rmtree(container_dir / "checkpoints", ignore_errors=True)
         self._attach()
-        self._container.require().ping(LIVENESS_DEADLINE_S)
+        self._container.greet_restored()
 
     def _attach(self) -> None:
         state = self._engine.inspect(self._container_id)["State"]

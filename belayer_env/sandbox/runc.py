@@ -33,7 +33,7 @@ from belayer_env.host.criu_find import find_criu
 from belayer_env.sandbox import criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup, is_unified
-from belayer_env.sandbox.container import LIVENESS_DEADLINE_S, Container
+from belayer_env.sandbox.container import Container
 from belayer_env.sandbox.image import RootFs, resolve_image
 from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOSUID, mount, mount_overlay, unmount, unmount_below
@@ -283,7 +283,7 @@ class RuncSandbox:
                 self._container.enter_workdir()
         else:
             self._container.attach(init, self._container.cgroup)
-            self._container.require().ping(LIVENESS_DEADLINE_S)
+            self._container.greet_restored()
 
     def _restore_processes(self, images: Path) -> None:
         assert self._runtime.criu is not None

@@ -121,12 +121,14 @@ class ChannelContents:
     """What a channel directory is filled with: by default, for a fresh sandbox.
 
     ``state``: what a new shell starts from. ``last_run``: number of the run that the shell has ended last, 0
-    if none, None if that is not known. ``late_fifos``: output FIFOs that background jobs still hold.
+    if none, None if that is not known. ``last_pid``: the pid that its namespace gave out last, 0 if that is
+    not known. ``late_fifos``: output FIFOs that background jobs still hold.
     ``scripts``: those that the sandbox's processes have open, name to text, which a later Belayer may have
     changed; empty: this Belayer's."""
 
     state: bytes = b""
     last_run: int | None = 0
+    last_pid: int = 0
     late_fifos: tuple[str, ...] = ()
     scripts: Mapping[str, str] = field(default_factory=dict)
 
@@ -135,6 +137,7 @@ class ChannelContents:
         return {
             "shell_state": self.state.hex(),
             "last_run": self.last_run,
+            "last_pid": self.last_pid,
             "late_fifos": list(self.late_fifos),
             "scripts": dict(self.scripts),
         }
@@ -142,12 +145,17 @@ class ChannelContents:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, with_processes: bool) -> ChannelContents:
         """For a restore. Without processes nobody holds a FIFO or a script."""
-        # Earlier versions did not write last_run.
+        # Earlier versions wrote neither last_run nor last_pid.
         state, last_run = bytes.fromhex(data["shell_state"]), data.get("last_run")
         if not with_processes:
             return cls(state=state, last_run=last_run)
-        late_fifos = tuple(data["late_fifos"])
-        return cls(state=state, last_run=last_run, late_fifos=late_fifos, scripts=data["scripts"])
+        return cls(
+            state=state,
+            last_run=last_run,
+            last_pid=data.get("last_pid", 0),
+            late_fifos=tuple(data["late_fifos"]),
+            scripts=data["scripts"],
+        )
 
 
 def populate_channel(directory: Path, contents: ChannelContents, *, owner: int) -> None:
@@ -173,8 +181,9 @@ class ShellChannel:
     `close` is owed. Make it before the container's processes run: it opens the reading ends first, so that a
     restored background job never writes into a FIFO without a reader."""
 
-    def __init__(self, directory: Path, peer: ChannelPeer, *, owner: int, last_run: int | None = 0) -> None:
-        """``last_run``: see `ChannelContents`."""
+    def __init__(self, directory: Path, peer: ChannelPeer, contents: ChannelContents, *, owner: int) -> None:
+        """``contents``: what the directory has been filled with."""
+        self.last_pid = contents.last_pid
         self._dir = directory
         self._peer = peer
         self._owner = owner
@@ -183,7 +192,7 @@ class ShellChannel:
         self._shell_ns_pid = 0
         self._ready = False
         self._restarts_unseen = False
-        self._last_run = last_run
+        self._last_run = contents.last_run
         # Read-write, so that neither open waits for the other side and no reader ever sees an end of file.
         self._req = os.open(directory / "req", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._ctl = os.open(directory / "ctl", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -195,6 +204,7 @@ class ShellChannel:
         return ChannelContents(
             state=self.shell_state(),
             last_run=self._last_run,
+            last_pid=self.last_pid,
             late_fifos=tuple(sorted(fifo.name for fifo in self._dir.glob("out.*"))),
             scripts={script: (self._dir / script).read_text() for script in _SCRIPTS},
         )
@@ -231,6 +241,7 @@ class ShellChannel:
             self._note(message)
             if message.event is _Event.PONG and message.numbers[:1] == (self._n,):
                 self._ready = True
+                self.last_pid = message.numbers[3] if len(message.numbers) > 3 else 0
                 self._refuse_astray(message.numbers[2:], begun=False)
                 return
 
