@@ -317,9 +317,12 @@ class ShellChannel:
 
     def _never_begun(self, run: _Run, what: str) -> SandboxHung:
         """The shell does not read its requests; and this one it will not read later, either."""
-        # What it has read of it already, it may still act on.
-        begun = b"run %d\n" % run.number not in self._withdraw_request()
-        return SandboxHung(f"the sandbox's shell {what}", begun=begun)
+        return SandboxHung(f"the sandbox's shell {what}", begun=not self._take_back(run))
+
+    def _take_back(self, run: _Run) -> bool:
+        """Take back a request that the shell has not begun. False: it has read some of it, and may still act
+        on that."""
+        return not run.begun and b"run %d\n" % run.number in self._withdraw_request()
 
     def _turn(self, run: _Run, wait_s: float) -> None:
         """Wait for something to happen, at most ``wait_s`` seconds, and take it in."""
@@ -333,6 +336,9 @@ class ShellChannel:
             if self._peer.init_pidfd() in ready:
                 raise self._peer.death(begun=True)
             if not ready and self._peer.is_frozen():
+                # Not left there, to be run whenever somebody thaws it.
+                if self._take_back(run):
+                    raise SandboxFrozen("the sandbox was frozen by somebody else", begun=False)
                 raise SandboxFrozen("the sandbox was frozen by somebody else in mid-command", begun=True)
             if not ready and not run.begun:
                 run.num_stopped = run.num_stopped + 1 if self._is_stopped() else 0
