@@ -23,6 +23,7 @@ from belayer_env.errors import (
     IncompatibleCheckpoint,
     RecoveryFailed,
     RestoreFailed,
+    SandboxGone,
     SandboxOOM,
     TaskSetupFailed,
 )
@@ -271,8 +272,8 @@ class Recovery:
         return sandbox
 
     def _replay(self, sandbox: Sandbox, step: Step, ledger: Ledger, *, believe_oom: bool) -> None:
-        """Run a step again, and compare. One that the OOM killer has struck may come out right when it is
-        tried once more, unless ``believe_oom``."""
+        """Run a step again, and compare. What differs in a sandbox that then turns out to be dying, or that
+        the OOM killer has struck (unless ``believe_oom``), may come out right when it is tried once more."""
         result = sandbox.run(step.action)
         if task_digest_of(self._task, result) != step.digest:
             message = (
@@ -281,6 +282,8 @@ class Recovery:
             )
             if result.oom_kills and not believe_oom:
                 raise SandboxOOM(f"the OOM killer took a process: {message}", begun=True)
+            if not sandbox.answers():
+                raise SandboxGone(f"the sandbox was dying: {message}", begun=True)
             raise ContextDiverged(message, step=step.number)
         if self._task.reward is not None:
             # Its value is in the ledger; but whatever it ran is part of the state that the next steps saw.

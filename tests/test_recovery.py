@@ -154,6 +154,26 @@ def test_a_replay_that_the_oom_killer_has_struck_is_tried_again(
     assert bench.met == ["SandboxOOM"] * min(num_struck, 2) + ["ContextDiverged"] * (num_struck == 3)
 
 
+def test_a_replay_in_a_dying_sandbox_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kills a container from outside may take a job of the agent's first, and the shell say so."""
+    bench.told("A=1", "A=$((A+3)); echo $A")
+    left, run = [2], FaultySandbox.run
+
+    def run_dying(sandbox: FaultySandbox, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        result = run(sandbox, command, timeout_s=timeout_s)
+        if command == "A=1" and left[0]:
+            left[0] -= 1
+            sandbox.kill()
+            return dataclasses.replace(result, output="Killed\n")
+        return result
+
+    monkeypatch.setattr(FaultySandbox, "run", run_dying)
+    with recovered(bench) as found:
+        assert (found.step, found.rollback) == (2, None)
+        assert found.sandbox.run("echo $A").output == "4\n"
+    assert bench.met == ["SandboxGone"] * 2
+
+
 def test_a_standby_is_taken_only_as_that_of_the_checkpoint_asked_for(bench: Bench) -> None:
     bench.told("A=1")
     older = bench.episode.checkpoint()
