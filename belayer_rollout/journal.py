@@ -12,18 +12,17 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from belayer_rollout.errors import (
     ClientClosed,
     InvalidRequest,
-    JournalDamaged,
     JournalFault,
     Misuse,
     UnknownRequest,
 )
+from belayer_rollout.journal_batch import Batch, Commit, Pending, again, nothing, tell
 from belayer_rollout.journal_codec import (
-    LogEntries,
     LogRow,
     Tail,
     TailPart,
@@ -87,7 +86,7 @@ class Journal:
         self._store = JournalStore(self.path, max_bytes=max_bytes)
         # Guards all below: the loop adds to the batch, the writer takes it.
         self._lock = threading.Lock()
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._tails: dict[str, Tail] = {}
         self._interrupted: set[str] = set()
         self._failure: JournalFault | None = None
@@ -174,7 +173,7 @@ class Journal:
         with self._lock:
             tail = self._open_tail(request_id)
             tail.cut(length)
-            pending = self._enqueue(_nothing)
+            pending = self._enqueue(nothing)
             pending.batch.entries.add_cut(tail.request, length)
         await pending.wait()
 
@@ -269,7 +268,7 @@ class Journal:
     ) -> T:
         with self._lock:
             if self._failure is not None and not revives:
-                raise _again(self._failure)
+                raise again(self._failure)
             pending = self._enqueue(work, needs_rows=needs_rows, after=after, revives=revives)
         return await pending.wait()
 
@@ -281,19 +280,19 @@ class Journal:
         after: bool = False,
         revives: bool = False,
         last: bool = False,
-    ) -> _Pending[T]:
+    ) -> Pending[T]:
         batch = self._batch or self._new_batch(last=last)
-        pending = _Pending(work, batch)
+        pending = Pending(work, batch)
         (batch.after if after else batch.works).append(pending)
         batch.needs_rows |= needs_rows
         batch.revives |= revives
         self._urgent.set()
         return pending
 
-    def _new_batch(self, *, last: bool = False) -> _Batch:
+    def _new_batch(self, *, last: bool = False) -> Batch:
         if self._closed and not last:
             raise ClientClosed(f"the journal {self.path} is closed")
-        batch = self._batch = _Batch(_Commit(loop=asyncio.get_running_loop()))
+        batch = self._batch = Batch(Commit(loop=asyncio.get_running_loop()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="belayer-journal", daemon=True)
             self._thread.start()
@@ -316,7 +315,7 @@ class Journal:
         if self._closed:
             return ClientClosed(f"the journal {self.path} is closed")
         if self._failure is not None:
-            return _again(self._failure)
+            return again(self._failure)
         if request_id in self._interrupted:
             return JournalFault(f"the journal failed while {request_id!r} ran: load it to go on")
         return UnknownRequest(f"request {request_id!r} is not open in this journal: open or load it first")
@@ -339,18 +338,18 @@ class Journal:
                     failure = None if batch.revives else self._failure
                 if failure is None:
                     failure = self._commit(batch, parts)
-                _tell(batch, failure)
+                tell(batch, failure)
         finally:
             self._store.close()
 
-    def _take_parts(self, batch: _Batch) -> list[TailPart] | None:
+    def _take_parts(self, batch: Batch) -> list[TailPart] | None:
         """The tails of all requests, when it is time to write them as runs. Under the lock, in one go with
         the batch: they are then what the log, with this batch, says."""
         if not batch.needs_rows and self._log_bytes < LOG_BYTES:
             return None
         return [part for tail in self._tails.values() if (part := tail.take())]
 
-    def _commit(self, batch: _Batch, parts: list[TailPart] | None) -> JournalFault | None:
+    def _commit(self, batch: Batch, parts: list[TailPart] | None) -> JournalFault | None:
         entries = batch.entries.row()
         try:
             if batch.revives:
@@ -377,7 +376,7 @@ class Journal:
             self._log_bytes += entries.num_bytes
         return None
 
-    def _apply(self, batch: _Batch, parts: list[TailPart] | None, entries: LogRow | None) -> None:
+    def _apply(self, batch: Batch, parts: list[TailPart] | None, entries: LogRow | None) -> None:
         store = self._store
         if parts is not None:
             # In this order, the runs can have the pages of the log.
@@ -393,80 +392,3 @@ class Journal:
             self._failure, self._shut = fault, True
             self._interrupted.update(self._tails)
             self._tails.clear()
-
-
-class _Commit(asyncio.Future[None]):
-    """Done when a batch is on disk."""
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Never: hundreds of tasks wait for the same commit, and a task that is cancelled cancels what it
-        waits for. It ends when the commit does."""
-        return False
-
-
-class _Batch:
-    """What one commit takes."""
-
-    __slots__ = ("after", "commit", "entries", "needs_rows", "revives", "works")
-
-    def __init__(self, commit: _Commit) -> None:
-        self.commit = commit
-        self.entries = LogEntries()
-        self.works: list[_Pending[Any]] = []
-        self.after: list[_Pending[Any]] = []
-        """What is done after the commit, outside of its transaction."""
-        self.needs_rows = False
-        self.revives = False
-
-
-class _Pending(Generic[T]):
-    """One piece of work in a batch, and what came of it."""
-
-    __slots__ = ("batch", "error", "result", "work")
-
-    def __init__(self, work: Callable[[JournalStore], T], batch: _Batch) -> None:
-        self.work = work
-        self.batch = batch
-        self.error: Exception | None = None
-
-    def apply(
-        self, store: JournalStore, kept: tuple[type[Exception], ...] = (Misuse, JournalDamaged)
-    ) -> None:
-        """Do it. What concerns this piece alone is kept for its caller: the others of the batch go on."""
-        try:
-            self.error = None
-            self.result = self.work(store)
-        except kept as exc:
-            self.error = exc
-
-    async def wait(self) -> T:
-        """What came of it, once it is durable."""
-        await self.batch.commit
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
-def _nothing(_: JournalStore) -> None:
-    """The work of a cut, which is an entry of the log."""
-
-
-def _tell(batch: _Batch, failure: JournalFault | None) -> None:
-    # The loop may be closed, with nobody left to tell.
-    with contextlib.suppress(RuntimeError):
-        batch.commit.get_loop().call_soon_threadsafe(_settle, batch.commit, failure)
-
-
-def _settle(commit: _Commit, failure: JournalFault | None) -> None:
-    if failure is None:
-        commit.set_result(None)
-    else:
-        commit.set_exception(_again(failure))
-        # Asked for, so that a batch whose callers are all gone makes no noise.
-        commit.exception()
-
-
-def _again(failure: JournalFault) -> JournalFault:
-    fresh = type(failure)(str(failure))
-    fresh.__cause__ = failure
-    return fresh

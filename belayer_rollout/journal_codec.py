@@ -26,16 +26,20 @@ from belayer_rollout.errors import InvalidRequest, JournalDamaged
 from belayer_rollout.types import SamplingParams, TokenChunk
 
 __all__ = [
+    "ID_BYTES",
+    "LOGPROB_BYTES",
     "LogEntries",
     "LogRow",
     "Run",
     "Tail",
     "TailPart",
+    "checksum",
     "pack_ids",
     "pack_logprobs",
     "params_from_text",
     "params_text",
     "replay",
+    "to_bytes",
     "unpack_ids",
     "unpack_logprobs",
 ]

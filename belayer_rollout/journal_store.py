@@ -35,6 +35,7 @@ from belayer_rollout.journal_codec import (
     unpack_logprobs,
 )
 from belayer_rollout.journal_file import JournalFile, damage
+from belayer_rollout.journal_listing import list_requests, log_rows, sessions_of
 from belayer_rollout.journal_owner import OwnerLock, is_alive, process_mark
 from belayer_rollout.journal_records import JournalledRequest, RequestSummary, SessionSummary
 from belayer_rollout.types import FinishReason
@@ -254,44 +255,11 @@ class JournalStore:
 
     def requests(self, session: str | None) -> list[RequestSummary]:
         """Every request, or those of one session, in the order in which they began."""
-        select = """
-            SELECT r.id, request_id, session, length(c.prompt), owner, finish_reason,
-                (SELECT count(*) FROM failovers f WHERE f.request = r.id),
-                (SELECT coalesce(sum(length(ids)), 0) FROM tokens t WHERE t.request = r.id)
-            FROM requests r JOIN contents c ON c.request = r.id
-            WHERE ?1 IS NULL OR session = ?1 ORDER BY r.id"""
-        rows = self._db.rows(select, (session,))
-        lengths = {row[0]: row[7] // ID_BYTES for row in rows}
-        unfinished = {row[0] for row in rows if row[5] is None}
-        self._replay_logs({row: Tail(row, lengths[row]) for row in unfinished}, lengths)
-        pids = {owner: self._live_pid(owner) for owner in {row[4] for row in rows}}
-        return [
-            RequestSummary(
-                request_id=request_id,
-                session=of,
-                prompt_tokens=prompt_bytes // ID_BYTES,
-                tokens=lengths[row],
-                finish_reason=finish_reason,
-                failovers=failovers,
-                owner_pid=pids[owner],
-            )
-            for row, request_id, of, prompt_bytes, owner, finish_reason, failovers, _ in rows
-        ]
+        return list_requests(self._db, session, self._live_pid)
 
     def sessions(self) -> list[SessionSummary]:
         """Every session, in the order in which they began."""
-        of: dict[str, list[RequestSummary]] = {}
-        for request in self.requests(None):
-            of.setdefault(request.session, []).append(request)
-        return [
-            SessionSummary(
-                session=session,
-                requests=len(requests),
-                unfinished=sum(request.finish_reason is None for request in requests),
-                tokens=sum(request.tokens for request in requests),
-            )
-            for session, requests in of.items()
-        ]
+        return sessions_of(self.requests(None))
 
     def release(self) -> None:
         """Let go of every request of this writer, whose log must be empty."""
@@ -319,7 +287,7 @@ class JournalStore:
             select = "SELECT id FROM requests WHERE owner = ? AND finish_reason IS NULL"
             rows = [row for (row,) in self._db.rows(select, (writer,))]
             tails = {row: Tail(row, self._length(row)) for row in rows}
-            replay(self._log_rows(writer), tails)
+            replay(log_rows(self._db, writer), tails)
             self.write_parts([part for tail in tails.values() if (part := tail.take())])
             self._forget_writer(writer)
         elif self._writer is None:
@@ -384,17 +352,6 @@ class JournalStore:
         self._db.execute("DELETE FROM writers WHERE id = ?", (writer,))
         with contextlib.suppress(OSError):
             self._lock_path(writer).unlink()
-
-    def _replay_logs(self, tails: dict[int, Tail], lengths: dict[int, int]) -> None:
-        for (writer,) in self._db.rows("SELECT DISTINCT writer FROM log"):
-            owned = self._db.rows("SELECT id FROM requests WHERE owner = ?", (writer,))
-            own = {row: tails[row] for (row,) in owned if row in tails}
-            replay(self._log_rows(writer), own)
-            lengths.update({row: tail.length for row, tail in own.items()})
-
-    def _log_rows(self, writer: int) -> list[LogRow]:
-        select = "SELECT sources, heads, ids, logprobs, crc FROM log WHERE writer = ? ORDER BY seq"
-        return [LogRow(*row) for row in self._db.rows(select, (writer,))]
 
     def _length(self, row: int) -> int:
         select = "SELECT start, length(ids) FROM tokens WHERE request = ? ORDER BY start DESC LIMIT 1"
