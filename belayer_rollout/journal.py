@@ -44,7 +44,7 @@ RELAXED_S: Final = 0.02
 """How long relaxed mode gathers before it commits. With a commit of up to 30 ms that makes the 50 ms it
 says."""
 LOG_BYTES: Final = 2 * 2**20
-"""So much log is written as runs. It bounds what a take-over has to replay (about 0.2 s), and the tails in
+"""So much log is written as runs. It bounds what a take-over has to replay (about 0.1 s), and the tails in
 memory; a run then has the tokens that its request got in that time."""
 
 
