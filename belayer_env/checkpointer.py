@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from belayer_env.checkpoint import CheckpointRef
-from belayer_env.errors import CheckpointRefused, Fault, StoreFull
+from belayer_env.errors import CheckpointRefused, Fault, RuntimeFailed, StoreFull
 from belayer_env.ledger import Ledger
 from belayer_env.limiter import CheckpointLimiter
 from belayer_env.policy import CheckpointPolicy, Decision, EveryN, EveryStep, Moment, Never
@@ -32,6 +33,7 @@ KEPT_CHECKPOINTS = 2
 MOST_SKIPPED_BUBBLES = 16
 _COSTS, _FAULTS = "checkpoint_costs", "faults"
 _KEPT_FACTS = 64
+_LOG = logging.getLogger("belayer")
 FORCED_PATIENCE_S = 30.0
 """How long a checkpoint that must be waits for its turn on a busy host."""
 
@@ -239,6 +241,12 @@ class Checkpointer:
             self._bubbles_to_skip = min(2 ** (self._refusals - 1), MOST_SKIPPED_BUBBLES)
         except Fault:
             pass  # noted; recovery is the next step's business
+        except Exception as error:  # noqa: BLE001 - nobody is there to catch it, and the episode can go on
+            self._refusals += 1
+            self._bubbles_to_skip = min(2 ** (self._refusals - 1), MOST_SKIPPED_BUBBLES)
+            what = f"the checkpoint of step {moment.step} failed: {type(error).__name__}: {error}"
+            _LOG.warning("%s: %s", self._episode_id, what, exc_info=True)
+            self._telemetry.note_fault(moment.step, RuntimeFailed(what))
         finally:
             free.set()
 
@@ -281,10 +289,15 @@ class Checkpointer:
         held_s = 0.0
         size_bytes = sandbox.memory_bytes()
         staging = self._store.staging(self._episode_id)
+        previous = self._store.directory_of(self.foothold.ref) if self.foothold else None
         try:
             try:
-                previous = self._store.directory_of(self.foothold.ref) if self.foothold else None
                 saved = sandbox.save(staging, previous=previous, with_fingerprint=self._weighs_facts)
+            except Fault:
+                raise
+            except BaseException:
+                self.sandbox_lost = True  # interrupted: nobody can say in what state
+                raise
             finally:
                 held_s = self._telemetry.now_s() - started_s
                 hidden = not self._is_awaited
@@ -305,9 +318,6 @@ class Checkpointer:
             self._note(step, "", saved, started_s, held_s, hidden=False, error=str(fault))
             if not isinstance(fault, (CheckpointRefused, StoreFull)):
                 self._telemetry.note_fault(step, fault)
-            raise
-        except BaseException:
-            self.sandbox_lost = True  # interrupted: nobody can say in what state
             raise
         self._costs.observe(size_bytes, held_s)
         self._new_costs.append((size_bytes, held_s))

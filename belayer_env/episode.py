@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ from belayer_env.timelines import Recorder
 
 __all__ = ["Episode", "Means"]
 
+_LOG = logging.getLogger("belayer")
 ACTION_ATTEMPTS = 3
 """How often one action may take its sandbox down before it is the action that is to blame."""
 
@@ -449,9 +451,14 @@ class Episode:
         if sandbox is not None:
             self._in_background(sandbox.destroy)
 
-    def _in_background(self, work: object) -> None:
-        assert callable(work)
-        thread = threading.Thread(target=work, name=f"belayer-{self.id}", daemon=True)
+    def _in_background(self, work: Callable[[], object]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except Exception:  # noqa: BLE001 - nobody is there to catch it
+                _LOG.warning("%s: an error in the background", self.id, exc_info=True)
+
+        thread = threading.Thread(target=guarded, name=f"belayer-{self.id}", daemon=True)
         thread.start()
         self._burials = [*(old for old in self._burials if old.is_alive()), thread]
 

@@ -6,6 +6,7 @@ BelayerError
 │   │   └── SandboxOOM        ... because the kernel's OOM killer took it
 │   ├── SandboxFrozen         somebody froze the container
 │   ├── SandboxHung           the container runs, but its shell does not answer
+│   ├── SandboxAstray         its shell has run something else than what the host knows of
 │   ├── EngineUnavailable     the container engine (dockerd) does not answer
 │   ├── RuntimeFailed         a runtime command (runc, mount, Docker API call) failed or timed out
 │   ├── StoreFull             the store's disk is full
@@ -54,6 +55,7 @@ __all__ = [
     "RestoreFailed",
     "RuntimeFailed",
     "RuntimeUnavailable",
+    "SandboxAstray",
     "SandboxFrozen",
     "SandboxGone",
     "SandboxHung",
@@ -91,6 +93,10 @@ class SandboxFrozen(Fault):
 
 class SandboxHung(Fault):
     """The container is there, but its shell does not answer within its deadline."""
+
+
+class SandboxAstray(Fault):
+    """Its shell has not run last what the host knows of as the last: the state is not that of the step."""
 
 
 class EngineUnavailable(Fault):

@@ -23,6 +23,8 @@ from belayer_env.errors import (
     IncompatibleCheckpoint,
     RecoveryFailed,
     RestoreFailed,
+    SandboxGone,
+    SandboxOOM,
     TaskSetupFailed,
 )
 from belayer_env.ledger import Ledger, Step, observation_digest
@@ -221,8 +223,11 @@ class Recovery:
                 if len(attempts) >= self._budget.attempts and (rung.checkpoint is not None or try_number > 1):
                     break
                 began = self._clock()
+                is_last_try = (
+                    try_number == self._budget.attempts_per_rung or len(attempts) + 1 >= self._budget.attempts
+                )
                 try:
-                    sandbox = self._stand_on(rung, later, ledger, standby)
+                    sandbox = self._stand_on(rung, later, ledger, standby, believe_oom=is_last_try)
                 except ContextDiverged as diverged:
                     attempts.append(Attempt(rung=rung, error=str(diverged), total_s=self._clock() - began))
                     self._on_fault(diverged)
@@ -244,30 +249,42 @@ class Recovery:
         return RecoveryFailed(f"no way back to step {len(ledger)}; tried\n  {lines}", tried=tried)
 
     def _stand_on(
-        self, rung: Rung, later: Sequence[Step], ledger: Ledger, standby: Standby | None
+        self,
+        rung: Rung,
+        later: Sequence[Step],
+        ledger: Ledger,
+        standby: Standby | None,
+        *,
+        believe_oom: bool,
     ) -> Sandbox:
         if rung.checkpoint is None:
             sandbox = self.fresh()
         elif rung.is_standby and standby is not None:
-            sandbox = standby.take()
+            sandbox = standby.take(rung.checkpoint.id)
         else:
             sandbox = self.restored(rung.checkpoint)
         try:
             for step in later:
-                self._replay(sandbox, step, ledger)
+                self._replay(sandbox, step, ledger, believe_oom=believe_oom)
         except BaseException:
             sandbox.destroy()
             raise
         return sandbox
 
-    def _replay(self, sandbox: Sandbox, step: Step, ledger: Ledger) -> None:
+    def _replay(self, sandbox: Sandbox, step: Step, ledger: Ledger, *, believe_oom: bool) -> None:
+        """Run a step again, and compare. What differs in a sandbox that then turns out to be dying, or that
+        the OOM killer has struck (unless ``believe_oom``), may come out right when it is tried once more."""
         result = sandbox.run(step.action)
         if task_digest_of(self._task, result) != step.digest:
-            raise ContextDiverged(
+            message = (
                 f"step {step.number} ({step.action[:200]!r}) was replayed and gave another observation: "
-                f"{_difference(step, result)}",
-                step=step.number,
+                f"{_difference(step, result)}"
             )
+            if result.oom_kills and not believe_oom:
+                raise SandboxOOM(f"the OOM killer took a process: {message}", begun=True)
+            if not sandbox.answers():
+                raise SandboxGone(f"the sandbox was dying: {message}", begun=True)
+            raise ContextDiverged(message, step=step.number)
         if self._task.reward is not None:
             # Its value is in the ledger; but whatever it ran is part of the state that the next steps saw.
             self._task.reward(sandbox, Ledger(ledger.prefix(step.number)))

@@ -197,7 +197,7 @@ class ExecResult:
     ``output`` is stdout and stderr in order, valid Unicode, of at most ``Limits.output_bytes`` (and a mark
     where it was cut).
     ``shell_restarted``: the shell ended with this command; a new one stands in the same sandbox.
-    ``duration_s`` is host wall time."""
+    ``duration_s`` is host wall time. ``oom_kills``: processes that the kernel's OOM killer took meanwhile."""
 
     output: str
     exit_code: int
@@ -205,3 +205,4 @@ class ExecResult:
     output_truncated: bool = False
     shell_restarted: bool = False
     duration_s: float = 0.0
+    oom_kills: int = 0

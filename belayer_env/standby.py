@@ -3,6 +3,7 @@ restore."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from belayer_env.sandbox.base import Sandbox
 
 __all__ = ["Standby"]
 
+_LOG = logging.getLogger("belayer")
 HOST_SHARE = 0.5
 """A clone may take this share of the memory that the host has left; beyond it, there is none."""
 
@@ -61,32 +63,33 @@ class Standby:
             self.refusal = self._over_budget(ref)
             if self.refusal:
                 return False
+            sandbox: Sandbox | None = None
             try:
                 sandbox = self._restore(ref)
-            except BelayerError as error:
-                self.refusal = str(error)
-                return False
-            try:
                 sandbox.suspend()
-            except BelayerError as error:
-                sandbox.destroy()
-                self.refusal = str(error)
+                self.memory_bytes = sandbox.memory_bytes()
+            except Exception as error:  # noqa: BLE001 - called in the background, where nobody would catch it
+                if sandbox is not None:
+                    sandbox.destroy()
+                self.refusal = str(error) or type(error).__name__
+                if not isinstance(error, BelayerError):
+                    _LOG.warning("no standby of checkpoint %s", ref.id, exc_info=True)
                 return False
             self._sandbox, self._ref = sandbox, ref
-            self.memory_bytes = sandbox.memory_bytes()
             return True
 
-    def take(self) -> Sandbox:
-        """The clone, woken and proven answering; there is none any more.
+    def take(self, checkpoint_id: str) -> Sandbox:
+        """The clone of this checkpoint, woken and proven answering; there is none any more.
 
         Raises:
-            SandboxGone: there was none, or it had died.
+            SandboxGone: there was none, or it had died, or a `prepare` has made it one of another checkpoint
+                since it was asked for.
             Fault: it did not wake; it is gone."""
         with self._lock:
+            if self._sandbox is None or self._ref is None or self._ref.id != checkpoint_id:
+                raise SandboxGone(f"there is no standby of checkpoint {checkpoint_id}")
             sandbox, self._sandbox, self._ref = self._sandbox, None, None
             self.memory_bytes = 0
-        if sandbox is None:
-            raise SandboxGone("there is no standby")
         try:
             sandbox.wake()
         except BaseException:

@@ -102,7 +102,8 @@ class Journal:
     async def open_request(
         self, request_id: str, session: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        """Begin a request; durable on return.
+        """Begin a request; durable on return. One of the very same content goes on where it was; a finished
+        one stays finished.
 
         Raises:
             InvalidRequest: the id is taken by a request of other content, or by a live process; or a value
@@ -111,7 +112,8 @@ class Journal:
         prompt, text = to_bytes(pack_ids(prompt_token_ids)), params_text(params)
         await self._recover()
         tail = await self._do(lambda store: store.open_request(request_id, session, prompt, text))
-        self._adopt(request_id, tail)
+        if tail is not None:
+            self._adopt(request_id, tail)
 
     def append(self, request_id: str, start: int, chunk: TokenChunk) -> asyncio.Future[None] | None:
         """Add the chunk's tokens, the first of which is token ``start`` of its request.
@@ -195,6 +197,8 @@ class Journal:
             InvalidRequest: a live process, which the message names, runs it.
             JournalDamaged: its rows are not what was written."""
         await self._recover()
+        # First whether there is one: callers ask for ids that are new, and rows for nothing are dear.
+        await self._do(lambda store: store.require(request_id))
         tail, found = await self._do(lambda store: store.load(request_id), needs_rows=True)
         if found.finish_reason is None:
             self._adopt(request_id, tail)
@@ -376,8 +380,9 @@ class Journal:
     def _apply(self, batch: _Batch, parts: list[TailPart] | None, entries: LogRow | None) -> None:
         store = self._store
         if parts is not None:
-            store.write_parts(parts)
+            # In this order, the runs can have the pages of the log.
             store.clear_log()
+            store.write_parts(parts)
         elif entries is not None:
             store.append_log(entries)
         for pending in batch.works:

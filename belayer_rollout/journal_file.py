@@ -61,7 +61,8 @@ class JournalFile:
 
     def run(self, work: Callable[[], T], make_room: Callable[[Callable[[], bool]], bool]) -> T:
         """Do ``work`` in one transaction that is on disk when this returns. When the file has reached its
-        bound, ``make_room(is_enough)`` is to delete until ``is_enough()``, and work is done anew.
+        bound, ``make_room(is_enough)`` is to delete something, and more until ``is_enough()``; then work is
+        done anew.
 
         Raises:
             JournalFault: nothing of it is in the file. JournalFull: nothing was left to delete, or it is the
@@ -190,7 +191,7 @@ class JournalFile:
 
     def _is_at_bound(self) -> bool:
         # Otherwise it is the disk that is full, and pruning is the user's decision.
-        return self._max_bytes is not None and not self._has_room()
+        return self._max_bytes is not None and not self._is_disk_full()
 
     def _has_room(self) -> bool:
         (pages,), (free,), (page_bytes,) = (

@@ -127,12 +127,13 @@ class JournalStore:
 
     # Requests
 
-    def open_request(self, request_id: str, session: str, prompt: bytes, params: str) -> Tail:
-        """Begin a request, or take up one of the very same content. Its tail says how long it is.
+    def open_request(self, request_id: str, session: str, prompt: bytes, params: str) -> Tail | None:
+        """Begin a request, or take up one of the very same content. Its tail says how long it is; None: it is
+        finished.
 
         Raises:
             InvalidRequest: the id is taken by another request, or a live process runs it."""
-        select = f"SELECT id, session, prompt, params FROM {WHOLE} WHERE request_id = ?"
+        select = f"SELECT id, finish_reason, session, prompt, params FROM {WHOLE} WHERE request_id = ?"
         known = self._db.execute(select, (request_id,)).fetchone()
         if known is None:
             insert = "INSERT INTO requests (request_id, session, owner) VALUES (?, ?, ?)"
@@ -140,11 +141,21 @@ class JournalStore:
             insert = "INSERT INTO contents (request, crc, params, prompt) VALUES (?, ?, ?, ?)"
             self._db.execute(insert, (row, checksum(params.encode(), prompt), params, prompt))
             return Tail(row, 0)
-        row, *content = known
+        row, finish_reason, *content = known
         if content != [session, prompt, params]:
             raise InvalidRequest(f"request id {request_id!r} is taken: by a request with other content")
+        if finish_reason is not None:
+            return None
         self._claim(row, request_id)
         return Tail(row, self._length(row))
+
+    def require(self, request_id: str) -> None:
+        """Nothing, for a request that there is.
+
+        Raises:
+            UnknownRequest: there is none."""
+        if not self._db.rows("SELECT 1 FROM requests WHERE request_id = ?", (request_id,)):
+            raise UnknownRequest(f"the journal {self.path} has no request {request_id!r}")
 
     def load(self, request_id: str) -> tuple[Tail, JournalledRequest]:
         """All of a request; an unfinished one is from now on this writer's. The writer's own log must be

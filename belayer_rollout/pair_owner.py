@@ -64,7 +64,13 @@ class OwnerSeat:
         old, self._process = self._process, None
         if old is not None:
             await asyncio.to_thread(old.close)
-        self._process = fresh = await asyncio.to_thread(_start, self._memory)
+        starting = asyncio.ensure_future(asyncio.to_thread(OwnerProcess, memory=self._memory))
+        try:
+            self._process = fresh = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Its thread can't be stopped: wait for what it makes, and end that.
+            await asyncio.to_thread((await starting).close)
+            raise
         self._epoch = 0
         for engine in rescue_from:
             try:
@@ -95,7 +101,3 @@ class OwnerSeat:
         """End the owner. Idempotent."""
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
-
-
-def _start(memory: str) -> OwnerProcess:
-    return OwnerProcess(memory=memory)

@@ -95,8 +95,8 @@ class ShadowPair:
         self._changed = asyncio.Condition()
         self._turn = asyncio.Lock()
         """Held by whoever changes weights or the primary."""
-        self._losses: asyncio.Queue[tuple[Slot | None, str, float]] = asyncio.Queue()
-        """What was lost (None: the owner), why, and when that was seen."""
+        self._losses: asyncio.Queue[tuple[Slot | int, str, float]] = asyncio.Queue()
+        """What was lost (an engine, or the owner of that process id), why, and when that was seen."""
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._disposals: set[asyncio.Task[Any]] = set()
@@ -275,8 +275,7 @@ class ShadowPair:
 
     async def _watch_owner(self) -> None:
         pid = await self._seat.wait_gone()
-        if pid == self._seat.pid:
-            self._losses.put_nowait((None, f"the owner (process {pid}) died", time.monotonic()))
+        self._losses.put_nowait((pid, f"the owner (process {pid}) died", time.monotonic()))
 
     async def _watch_pace(self) -> None:
         while True:
@@ -288,8 +287,8 @@ class ShadowPair:
     async def _supervise(self) -> None:
         while True:
             slot, cause, seen = await self._losses.get()
-            if slot is None:
-                await self._replace_owner(cause)
+            if isinstance(slot, int):
+                await self._replace_owner(slot, cause)
             elif slot is self._primary:
                 await self._replace_primary(slot, cause, seen)
             elif slot is self._shadow:
@@ -391,7 +390,7 @@ class ShadowPair:
 
     async def _build(self, *, lane: int, in_background: bool) -> Slot:
         engine = self._make_engine(
-            owner=self._seat.process.path, lane=lane, name=f"{self._name}/next", in_background=in_background
+            owner=self._seat.process.path, lane=lane, name=f"{self._name}/shadow", in_background=in_background
         )
         slot = Slot(engine, lane)
         try:
@@ -426,18 +425,24 @@ class ShadowPair:
         self._spawn(self._watch_owner())
         return version
 
-    async def _replace_owner(self, cause: str) -> None:
+    async def _replace_owner(self, pid: int, cause: str) -> None:
         """The primary serves on from the memory that it still maps, and hands that to a new owner."""
         async with self._turn:
             primary = self._at_work
-            if primary is None:
-                # Whoever builds the next primary sees to the owner first.
+            if primary is None or pid != self._seat.pid:
+                # Whoever builds the next primary sees to the owner first, or has done so.
                 return
-            version = await self._seat_owner([primary.engine])
-            if version is None:
-                self._lose(primary, f"{cause}, and its weights could not be kept")
+            slots = [slot for slot in (primary, self._shadow) if slot is not None]
+            try:
+                if await self._seat_owner([slot.engine for slot in slots]) is None:
+                    raise OwnerDamaged("its weights could not be kept")
+                await self._seat.fence()
+            except OwnerFault as error:
+                self._lose(primary, f"{cause}, and {error}")
                 return
-            await self._seat.fence()
+            if primary.is_lost:
+                # Lost together with the owner; the shadow has handed over its weights and takes over.
+                return
             await self._discard_shadow()
             if self._state is PairState.GUARDED:
                 await self._move(Event.SHADOW_LOST)

@@ -122,8 +122,7 @@ def play(store: Path, image: str, *, faults: int, seed: int, standby: bool = Fal
 @pytest.mark.parametrize(("standby", "faults"), [(False, 20), (True, 10)])
 def test_no_agent_can_tell(store: Path, image: str, standby: bool, faults: int) -> None:
     report = play(store, image, faults=faults, seed=11, standby=standby)
-    # A rollback is told, and the agent plays on; one is rare here, as these actions print the same each time.
-    assert len(report.rollbacks) <= 1
+    assert report.rollbacks == []  # these actions print the same each time
     assert len({hit.instant for hit in report.hits}) >= 4
     assert report.recoveries
 

@@ -605,6 +605,17 @@ class PrivateEngine:
                 self._process = None
 
 
+def test_the_engine_is_left_no_connection_however_many_containers_are_asked_after(
+    runtime: DockerRuntime,
+) -> None:
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    for number in range(30):
+        with pytest.raises(SandboxGone):
+            runtime.engine.inspect(f"belayer-none-{number}")
+    assert len(list(descriptors.iterdir())) <= before
+
+
 def test_externals_name_every_mount_from_outside_as_runc_does() -> None:
     config = {
         "mounts": [

@@ -16,6 +16,8 @@ from belayer_env.errors import (
     Fault,
     IncompatibleCheckpoint,
     RestoreFailed,
+    RuntimeFailed,
+    SandboxAstray,
     SandboxFrozen,
     SandboxGone,
     SandboxHung,
@@ -95,6 +97,137 @@ def test_an_init_that_the_oom_killer_takes_is_told_from_other_deaths(sandboxes: 
         sandbox.run(hogs)
 
 
+def test_a_step_in_which_the_oom_killer_went_on_to_init_has_no_result(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create(memory_bytes=128 * MIB)
+    cgroup: Cgroup = container(sandbox).cgroup
+    hog = "python3 -c 'x = bytearray(400_000_000)' 2>/dev/null; echo ended"
+
+    def kill_next() -> None:
+        # By then the command has ended, and said of what: the kernel takes so long over its second choice.
+        until = time.monotonic() + 20
+        while not cgroup.oom_kills() and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        sandbox.kill()
+
+    done = sandbox.run(hog)
+    if not done.oom_kills:
+        pytest.skip("here Python is refused the memory, and nobody killed")
+    assert done.output.endswith("ended\n")
+    assert sandbox.run("echo ok").oom_kills == 0
+    sandbox = sandboxes.create(memory_bytes=128 * MIB)
+    cgroup = container(sandbox).cgroup
+    killer = threading.Thread(target=kill_next)
+    killer.start()
+    with pytest.raises(SandboxOOM) as caught:
+        sandbox.run(hog)
+    killer.join()
+    assert caught.value.begun
+
+
+def test_a_foreign_freeze_in_mid_dump_ends_the_checkpoint_soon_and_nothing_else(
+    sandboxes: Sandboxes, store_dir: Path
+) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run("V=3; sleep 900 & sleep 901 & python3 -m http.server >/dev/null 2>&1 & true")
+    cgroup: Cgroup = container(sandbox).cgroup
+    over = threading.Event()
+
+    def freeze_in_the_middle() -> None:
+        for is_passed in (cgroup.is_frozen, lambda: not cgroup.is_frozen()):  # ours, until CRIU has thawed it
+            while not is_passed() and not over.is_set():
+                time.sleep(0.0002)
+        if not over.is_set():
+            cgroup.freeze()
+
+    for number in range(20):
+        over.clear()
+        foreigner = threading.Thread(target=freeze_in_the_middle)
+        foreigner.start()
+        started = time.monotonic()
+        into = store_dir / f"never-{number}"
+        try:
+            sandbox.save(into)
+            sandboxes.layers.drop(into)  # it came too late: CRIU needed them no more
+        except SandboxFrozen:
+            break
+        finally:
+            over.set()
+            foreigner.join()
+            cgroup.thaw()
+    else:
+        pytest.fail("no freeze hit the middle of a dump")
+    assert time.monotonic() - started < 20  # CRIU's deadline is 60 s
+    assert not into.exists()
+    assert sandbox.run("echo $V; jobs | wc -l").output == "3\n3\n"
+    sandboxes.layers.drop(sandboxes.save(sandbox).directory)
+
+
+def test_a_checkpoint_that_somebody_thawed_in_the_middle_is_none(
+    sandboxes: Sandboxes, store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox: Any = sandboxes.create()
+    sandbox.run("echo before >/root/file")
+    snapshot = sandbox._snapshot
+
+    def snapshot_thawed(*args: Any) -> None:
+        container(sandbox).cgroup.thaw()
+        snapshot(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "_snapshot", snapshot_thawed)
+        with pytest.raises(RuntimeFailed, match="two instants"):
+            sandbox.save(store_dir / "never")
+    assert not (store_dir / "never").exists()
+    assert sandboxes.reborn(sandbox).run("cat /root/file").output == "before\n"
+
+
+def test_a_shell_that_has_run_something_else_than_the_host_knows_of_is_astray(
+    sandboxes: Sandboxes, store_dir: Path
+) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run("V=3")
+    checkpoint = sandboxes.save(sandbox)
+    meta: Any = checkpoint.saved.meta
+    last_run = meta["last_run"]
+    sandboxes.restore(checkpoint).destroy()
+    for wrong in (0, last_run - 1, last_run + 1):
+        meta["last_run"] = wrong
+        with pytest.raises(RestoreFailed, match=f"has last run command {last_run}, and not {wrong}"):
+            sandboxes.restore(checkpoint)
+    del meta["last_run"]
+    assert sandboxes.restore(checkpoint).run("echo $V").output == "3\n"  # of an earlier version
+    container(sandbox)._channel._last_run -= 1
+    with pytest.raises(SandboxAstray) as caught:
+        sandbox.run("V=4")
+    assert caught.value.begun
+    for use in (sandbox.answers, lambda: sandbox.save(store_dir / "never")):
+        try:
+            assert use() is False
+        except SandboxAstray:
+            assert not (store_dir / "never").exists()
+    sandboxes.layers.drop(checkpoint.directory)
+
+
+def test_what_the_shell_ran_last_is_known_again_after_its_own_end(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run("V=3")
+    assert sandbox.run("exit 4").shell_restarted
+    sandbox = sandboxes.reborn(sandbox)  # it is not known now, and not held against it
+    assert sandbox.run("echo $V").output == "3\n"
+    assert sandboxes.reborn(sandbox).run("echo $V").output == "3\n"
+
+
+def test_a_shell_channel_without_room_is_a_fault(sandboxes: Sandboxes) -> None:
+    sandbox = sandboxes.create()
+    sandbox.run("(cat /dev/zero >&3; exec sleep 900) 3>>/belayer/state.new 2>/dev/null &")
+    while not any("sleep" in process.argv for process in sandbox.processes()):
+        time.sleep(0.02)
+    with pytest.raises(RuntimeFailed) as caught:
+        sandbox.run(": " + "x" * MIB)
+    assert caught.value.begun
+
+
 def test_a_sandbox_that_somebody_froze_is_told_at_rest_and_in_mid_command(sandboxes: Sandboxes) -> None:
     sandbox = sandboxes.create()
     cgroup: Cgroup = container(sandbox).cgroup
@@ -120,11 +253,16 @@ def test_suspend_and_wake_stop_time_for_its_processes(sandboxes: Sandboxes) -> N
     sandbox = sandboxes.create()
     sandbox.run("(while :; do date +%s%N >/root/now; sleep 0.05; done) >/dev/null 2>&1 &")
     time.sleep(0.3)
-    sandbox.suspend()
-    with pytest.raises(Fault):
-        sandbox.run("echo never", timeout_s=2)
-    sandbox.wake()
-    assert sandbox.answers()
+    for _ in range(3):
+        sandbox.suspend()
+        with pytest.raises(SandboxFrozen) as caught:
+            sandbox.run("touch /root/never", timeout_s=2)
+        assert not caught.value.begun
+        container(sandbox).cgroup.thaw()
+        time.sleep(0.1)  # for a shell that found the request when it awoke
+        sandbox.wake()
+        assert sandbox.answers()
+    assert sandbox.run("ls /root/never 2>&1").exit_code == 2
     sandbox.suspend()
     container(sandbox).kill()
     with pytest.raises(SandboxGone):

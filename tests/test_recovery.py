@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +25,11 @@ from belayer_env.errors import (
     TaskSetupFailed,
 )
 from belayer_env.ledger import Step
-from belayer_env.policy import CheckpointPolicy, Never, parse_policy
+from belayer_env.policy import CheckpointPolicy, EveryStep, Never, parse_policy
 from belayer_env.recovery import Budget, Recovery, Rung, ladder
 from belayer_env.rollback import Rollback
-from belayer_env.spec import Task, Tier
+from belayer_env.spec import ExecResult, Task, Tier
+from belayer_env.standby import Standby
 from belayer_env.store import Store
 from tests.memory_sandbox import RANDOM, Faults, FaultyRuntime, FaultySandbox, MemoryRuntime
 
@@ -126,6 +128,68 @@ def test_the_newest_checkpoint_is_restored_and_the_rest_replayed(bench: Bench) -
         assert (found.rung, found.step, found.rollback) == (Rung(newest, 1), 2, None)
         assert found.sandbox.run("echo $A").output == "4\n"
     assert bench.met == []
+
+
+@pytest.mark.parametrize(("num_struck", "rolled_back_to"), [(1, None), (2, None), (3, 0)])
+def test_a_replay_that_the_oom_killer_has_struck_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_struck: int, rolled_back_to: int | None
+) -> None:
+    bench.told("A=1", "A=$((A+3)); echo $A")
+    left, run = [num_struck], FaultySandbox.run
+
+    def run_struck(sandbox: FaultySandbox, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        result = run(sandbox, command, timeout_s=timeout_s)
+        if command == "A=1" and left[0]:
+            left[0] -= 1
+            return dataclasses.replace(result, output="Killed\n", oom_kills=1)
+        return result
+
+    monkeypatch.setattr(FaultySandbox, "run", run_struck)
+    with recovered(bench) as found:
+        if rolled_back_to is None:
+            assert (found.step, found.rollback) == (2, None)
+            assert found.sandbox.run("echo $A").output == "4\n"
+        else:
+            assert found.rollback.to_step == rolled_back_to  # the third time it is believed
+    assert bench.met == ["SandboxOOM"] * min(num_struck, 2) + ["ContextDiverged"] * (num_struck == 3)
+
+
+def test_a_replay_in_a_dying_sandbox_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kills a container from outside may take a job of the agent's first, and the shell say so."""
+    bench.told("A=1", "A=$((A+3)); echo $A")
+    left, run = [2], FaultySandbox.run
+
+    def run_dying(sandbox: FaultySandbox, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        result = run(sandbox, command, timeout_s=timeout_s)
+        if command == "A=1" and left[0]:
+            left[0] -= 1
+            sandbox.kill()
+            return dataclasses.replace(result, output="Killed\n")
+        return result
+
+    monkeypatch.setattr(FaultySandbox, "run", run_dying)
+    with recovered(bench) as found:
+        assert (found.step, found.rollback) == (2, None)
+        assert found.sandbox.run("echo $A").output == "4\n"
+    assert bench.met == ["SandboxGone"] * 2
+
+
+def test_a_standby_is_taken_only_as_that_of_the_checkpoint_asked_for(bench: Bench) -> None:
+    bench.told("A=1")
+    older = bench.episode.checkpoint()
+    bench.told("A=2")
+    newer = bench.episode.checkpoint()
+    standby = Standby(bench.recovery().restored)
+    with pytest.raises(SandboxGone):
+        standby.take(newer.id)
+    assert standby.prepare(older)
+    # As when a late `prepare` has run between the choice of the rung and the swap.
+    with pytest.raises(SandboxGone, match=newer.id):
+        standby.take(newer.id)
+    sandbox = standby.take(older.id)
+    assert sandbox.run("echo $A").output == "1\n"
+    sandbox.destroy()
+    standby.drop()
 
 
 def test_damaged_checkpoints_are_passed_by_each_tried_once(bench: Bench) -> None:
@@ -338,6 +402,58 @@ def test_forks_of_an_episode_with_a_rollback_to_tell_are_told_too(bench: Bench) 
     finally:
         for fork in forks:
             fork.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "is_lost"),
+    [
+        (FaultySandbox, "memory_bytes", False),
+        (FaultySandbox, "save", True),
+        (Store, "staging", False),
+        (Store, "publish", False),
+        (Store, "prune", False),
+    ],
+)
+def test_whatever_ends_a_checkpoint_in_the_background_is_noted_and_the_episode_goes_on(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: type,
+    call: str,
+    is_lost: bool,
+) -> None:
+    bench = Bench(store, policy=EveryStep())
+    bench.told("A=1")
+    bench.episode.settle()
+
+    def odd(*args: Any, **kwargs: Any) -> None:
+        raise LookupError("something nobody thought of")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, odd)
+        bench.told("A=$((A+3)); echo $A")
+        bench.episode.settle()
+    noted = bench.episode.telemetry.faults[-1]
+    assert (noted.kind, noted.step) == ("RuntimeFailed", 2)
+    assert "LookupError: something nobody thought of" in noted.message
+    assert "something nobody thought of" in caplog.text
+    bench.told("echo $A", "echo $A")
+    assert [step.observation for step in bench.episode.ledger.steps] == ["", "4\n", "4\n", "4\n"]
+    assert len(bench.episode.telemetry.recoveries) == is_lost
+    bench.episode.close()
+
+
+def test_a_standby_that_cannot_be_made_for_whatever_reason_is_none(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def odd(ref: CheckpointRef) -> Any:
+        raise LookupError("something nobody thought of")
+
+    standby = Standby(odd)
+    assert not standby.prepare(bench.episode.checkpoint())
+    assert standby.refusal == "something nobody thought of"
+    assert "LookupError" in caplog.text
+    standby.drop()
 
 
 @pytest.mark.parametrize("call", ["cut_ledger", "forget_after"])

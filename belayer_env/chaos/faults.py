@@ -46,21 +46,25 @@ def kill(sandbox: Sandbox, cgroup: Cgroup) -> bool:
 
 
 def run_out_of_memory(sandbox: Sandbox, cgroup: Cgroup) -> bool:
-    """Take the memory that the sandbox's limit leaves, until the kernel's OOM killer takes its init."""
+    """Take the memory that the sandbox's limit leaves, until the kernel's OOM killer takes its init; and not
+    first what the agent has running, whose end the agent would be shown, and then go on to init."""
     directory = cgroup.paths.get("memory") or cgroup.paths.get(UNIFIED)
     if directory is None or not isinstance(sandbox, HasInit) or not sandbox.is_alive():
         return False
     v1 = "memory" in cgroup.paths
     limit, usage = ("limit_in_bytes", "usage_in_bytes") if v1 else ("max", "current")
     try:
-        # The kernel's own choice would be whoever holds most.
+        # The kernel's own choice would be whoever has most pages resident. 1000 adds the limit to what init
+        # has; but of another's pages, those of files may be charged elsewhere, and come to more than that.
+        kills = cgroup.oom_kills()
         Path(f"/proc/{sandbox.init_pid}/oom_score_adj").write_text("1000")
         used = int((directory / f"memory.{usage}").read_text())
-        (directory / f"memory.{limit}").write_text(str(used + _HOG_ROOM))
+        room = max(used, max(map(_resident_bytes, cgroup.pids()), default=0)) - used + _HOG_ROOM
+        (directory / f"memory.{limit}").write_text(str(used + room))
     except OSError:
         return False
     # tail keeps the last line, and there is but one.
-    script = f'echo 0 >"$1" && exec 2>/dev/null && head -c {_HOG_SIZE} /dev/zero | tail >/dev/null'
+    script = f'echo 0 >"$1" && exec 2>/dev/null && head -c {room + _HOG_SIZE} /dev/zero | tail >/dev/null'
     hog = subprocess.Popen(
         ["sh", "-c", script, "belayer-hog", str(directory / "cgroup.procs")],
         stdin=subprocess.DEVNULL,
@@ -75,7 +79,7 @@ def run_out_of_memory(sandbox: Sandbox, cgroup: Cgroup) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(hog.pid, signal.SIGKILL)
         hog.wait()
-    if cgroup.is_frozen():
+    if cgroup.is_frozen() and cgroup.oom_kills() > kills:
         return True  # it dies as it thaws
     wait_dead(sandbox)
     if not sandbox.is_alive():
@@ -172,6 +176,13 @@ def wait_dead(sandbox: Sandbox) -> None:
     until = time.monotonic() + _DEATH_S
     while sandbox.is_alive() and time.monotonic() < until:
         time.sleep(0.005)
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _stop(proc: ProcStat, cgroup: Cgroup) -> bool:

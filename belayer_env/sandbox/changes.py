@@ -61,7 +61,7 @@ _STATUS_FIELDS = frozenset(
     b"Name Umask TracerPid Uid Gid Groups SigPnd ShdPnd SigBlk SigIgn SigCgt CapInh CapPrm CapEff CapBnd "
     b"CapAmb NoNewPrivs Seccomp Cpus_allowed".split()
 )
-_RUN_NUMBER = re.compile(rb'^(declare -[^ ]+ __belayer_n=)"[0-9]+"$', re.MULTILINE)
+_RUN_NUMBER = re.compile(rb'^(declare -[^ ]+ __belayer_(?:n|ran|pid)=)"[0-9]+"$', re.MULTILINE)
 
 
 class InDoubt(Exception):

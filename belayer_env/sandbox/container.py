@@ -4,6 +4,7 @@ and the frame of a checkpoint. Seconds."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import shutil
@@ -14,29 +15,34 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from belayer_env.disk import disk_errors
 from belayer_env.errors import (
     BelayerError,
     CheckpointRefused,
     Fault,
     InvalidInput,
     RuntimeFailed,
+    SandboxFrozen,
     SandboxGone,
     SandboxOOM,
 )
 from belayer_env.sandbox import changes, criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
+from belayer_env.sandbox.pids import counting_on
 from belayer_env.sandbox.procs import ProcStat, locked_mapping, read_procs
-from belayer_env.sandbox.shell import ShellChannel
+from belayer_env.sandbox.shell import ChannelContents, ShellChannel, populate_channel
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
-__all__ = ["LIVENESS_DEADLINE_S", "Container"]
+__all__ = ["Container"]
 
 LIVENESS_DEADLINE_S = 10.0
 ANSWER_DEADLINE_S = 5.0
 _DEATH_DEADLINE_S = 10.0
 _DYING_S = 0.02
 """What a killed init takes to be gone, unless it is frozen."""
+_OOM_SETTLE_S = 0.15
+"""Between the first process that the OOM killer takes and init, 25 to 100 ms were seen."""
 
 
 class Container:
@@ -65,9 +71,11 @@ class Container:
         self._was_oom = was_oom
         self._lost: str | None = None
 
-    def open_channel(self, directory: Path, *, owner: int) -> None:
-        """Take up the host's end of a populated channel directory."""
-        self._channel = ShellChannel(directory, self, owner=owner)
+    def open_channel(self, directory: Path, contents: ChannelContents, *, owner: int) -> None:
+        """Fill a new channel directory, and take up the host's end."""
+        with disk_errors("filling the shell channel"):
+            populate_channel(directory, contents, owner=owner)
+        self._channel = ShellChannel(directory, self, contents, owner=owner)
 
     def attach(self, pid: int, cgroup: Cgroup | None = None) -> None:
         """Hold on to the container's init; without ``cgroup``, to the cgroup it is in.
@@ -80,6 +88,15 @@ class Container:
             self.cgroup = cgroup or Cgroup.of_pid(pid)
         except ProcessLookupError as error:
             raise SandboxGone("the sandbox's init died as it started") from error
+
+    def greet_restored(self) -> None:
+        """The first words with processes that have just been restored.
+
+        Raises:
+            Fault: they do not answer, or not as those that were saved."""
+        channel = self.require()
+        with counting_on(self.pid, channel.last_pid):
+            channel.ping(LIVENESS_DEADLINE_S)
 
     def require(self) -> ShellChannel:
         """The channel of a container that is neither lost nor destroyed.
@@ -125,14 +142,25 @@ class Container:
         if self._has_died(0):
             raise self.death(begun=False)  # before its own kill is taken for one of an earlier step's
         self._note_oom_kills()
-        result = channel.run(
-            command,
-            timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
-            grace_s=limits.kill_grace_s,
-            output_bytes=limits.output_bytes,
-        )
+        try:
+            result = channel.run(
+                command,
+                timeout_s=limits.step_timeout_s if timeout_s is None else timeout_s,
+                grace_s=limits.kill_grace_s,
+                output_bytes=limits.output_bytes,
+            )
+        except OSError as error:
+            # The channel is full, or a pid was gone as it was to be signalled: nobody knows how far it got.
+            raise RuntimeFailed(f"the sandbox's shell could not be talked to: {error}", begun=True) from error
+        oom_kills = self.cgroup.oom_kills() - self._oom_kills
+        if oom_kills <= 0:
+            return result
+        # The kernel may go on from a background job (whose end the shell has just printed) to init: then what
+        # was observed is a sandbox's dying, and no step's.
+        if self._has_died(_OOM_SETTLE_S):
+            raise self.death(begun=True)
         self._note_oom_kills()
-        return result
+        return dataclasses.replace(result, oom_kills=oom_kills)
 
     def enter_workdir(self) -> None:
         """Make the working directory that the image lacks, as Docker does, and go there.
@@ -186,6 +214,7 @@ class Container:
                 self._refuse_traced()
                 self._refuse_stopped()
                 self._refuse_locked_mapping()
+            channel.ping(LIVENESS_DEADLINE_S)  # with the pid that was given out last
             settle()
             before = self._look() if with_fingerprint else None
             pause_s = self._frozen(write_all)
@@ -352,9 +381,18 @@ class Container:
         try:
             self.cgroup.freeze()
             act()
+            if not self.cgroup.is_frozen():
+                raise RuntimeFailed(
+                    "somebody thawed the sandbox in the middle of its checkpoint: what was saved of its "
+                    "processes and of its files may be of two instants"
+                )
         except CheckpointRefused as refused:
             if refused.cause in ("deadline", "killed"):
                 self._lose(f"CRIU ended in the middle of a dump: {refused}")
+            raise
+        except SandboxFrozen as frozen:
+            if frozen.begun:
+                self._lose(f"CRIU ended in the middle of a dump: {frozen}")
             raise
         except BelayerError:
             raise

@@ -15,12 +15,14 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from belayer_env.errors import CheckpointRefused, RestoreFailed
+from belayer_env.errors import CheckpointRefused, RestoreFailed, RuntimeFailed, SandboxFrozen
 from belayer_env.host.command import search_path
+from belayer_env.sandbox.cgroup import UNIFIED, Cgroup
 from belayer_env.sandbox.criu_images import ImageUnknown, as_dumped_from_outside, with_timers_armed
 from belayer_env.sandbox.criu_log import refusal, restore_failure
 from belayer_env.sandbox.mounts import TMPFS_MAGIC, file_system_magic
@@ -39,6 +41,9 @@ __all__ = [
 
 DUMP_DEADLINE_S = 60.0
 RESTORE_DEADLINE_S = 60.0
+FROZEN_PATIENCE_S = 2.0
+"""How long CRIU may stand still under a freezer before it counts as waiting for who is frozen."""
+_LOOK_S = 0.25
 COLLECT_DEADLINE_S = 3
 """CRIU's own limit for stopping all tasks; the sandbox is frozen already, so this is ample."""
 
@@ -126,6 +131,7 @@ def dump(request: DumpRequest, snapshot: Callable[[], None]) -> None:
 
     Raises:
         CheckpointRefused: with the cause, as read from the log.
+        SandboxFrozen: somebody else froze it meanwhile. ``begun``: CRIU had to be killed over it.
         StoreFull: no room for the images."""
     if not _dump_once(request, ()):
         request = replace(request, from_inside=False)
@@ -166,24 +172,33 @@ def traced_process(procs: Iterable[ProcStat]) -> ProcStat | None:
     return None
 
 
-def run_deadlined(argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> int:
+def run_deadlined(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[int], None] | None = None,
+) -> int:
     """Exit status of a command that gets no stdio; at the deadline, or on any interrupt, its whole process
-    group is killed. ``env`` None: this process's environment.
+    group is killed. ``env`` None: this process's environment. ``watch`` is called with the command's pid now
+    and then; what it raises ends the command.
 
     Raises:
         TimeoutError: it ran past ``timeout_s``."""
     # No pipe: what a detached container inherits would keep it open for ever.
     null = subprocess.DEVNULL
     process = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True, env=env)
-    code, ended = await_exit(process, timeout_s=timeout_s)
+    code, ended = await_exit(process, timeout_s=timeout_s, watch=watch)
     if not ended:
         raise TimeoutError(f"{Path(argv[0]).name} ran past {timeout_s:g} s")
     return code
 
 
-def await_exit(process: subprocess.Popen[bytes], *, timeout_s: float) -> tuple[int, bool]:
+def await_exit(
+    process: subprocess.Popen[bytes], *, timeout_s: float, watch: Callable[[int], None] | None = None
+) -> tuple[int, bool]:
     """Exit status of a process group's leader, and whether it ended by itself: at the deadline, or on any
-    interrupt, the whole group is killed."""
+    interrupt, the whole group is killed. ``watch``: see `run_deadlined`."""
     ended = False
     try:
         # Popen.wait polls by the clock and would add up to 50 ms.
@@ -191,7 +206,11 @@ def await_exit(process: subprocess.Popen[bytes], *, timeout_s: float) -> tuple[i
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
-            ended = bool(poll.poll(timeout_s * 1000))
+            until = time.monotonic() + timeout_s
+            while not ended and (left_s := until - time.monotonic()) > 0:
+                ended = bool(poll.poll((left_s if watch is None else min(left_s, _LOOK_S)) * 1000))
+                if watch is not None and not ended:
+                    watch(process.pid)
         finally:
             os.close(pidfd)
     finally:
@@ -245,9 +264,12 @@ def _dump_once(request: DumpRequest, extra: Sequence[str]) -> bool:
     try:
         argv = _with_kernel_cache([*request.argv(), *extra])
         env = _without_gzip(request.work) if request.plain_tmpfs else None
-        code = run_deadlined(argv, timeout_s=DUMP_DEADLINE_S, env=env)
+        watch = _FreezeWatch(request.freezer)
+        code = run_deadlined(argv, timeout_s=DUMP_DEADLINE_S, env=env, watch=watch)
     except TimeoutError as error:
         raise CheckpointRefused(f"the sandbox cannot be checkpointed: {error}", cause="deadline") from error
+    if watch.has_thawed:
+        raise SandboxFrozen("the sandbox was frozen by somebody else in the middle of its checkpoint")
     if code < 0:
         message = f"the sandbox cannot be checkpointed: CRIU was killed by signal {-code}"
         raise CheckpointRefused(message, cause="killed")
@@ -262,6 +284,52 @@ def _dump_once(request: DumpRequest, extra: Sequence[str]) -> bool:
         except ImageUnknown:
             return False
     return True
+
+
+class _FreezeWatch:
+    """Notices when CRIU waits for a tree that somebody else has frozen, and thaws it, so that CRIU can end
+    and let go of it; what was dumped is then worth nothing.
+
+    CRIU thaws what we have frozen as soon as it holds every task, and freezes it again as its last act: in
+    between, it needs them. A freeze that it waits for longer than `FROZEN_PATIENCE_S` is not ours."""
+
+    def __init__(self, freezer: Path) -> None:
+        v1 = (freezer / "freezer.state").exists()
+        self._cgroup = Cgroup({"freezer" if v1 else UNIFIED: freezer})
+        self._since_s: float | None = None
+        self._seen_ticks = -1
+        self.has_thawed = False
+
+    def __call__(self, pid: int) -> None:
+        """One look at CRIU, process ``pid``.
+
+        Raises:
+            SandboxFrozen: it has been frozen once more."""
+        now_s, ticks = time.monotonic(), _cpu_ticks(pid)
+        if ticks != self._seen_ticks or not self._cgroup.is_frozen():
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+        elif now_s - self._since_s >= FROZEN_PATIENCE_S:
+            if self.has_thawed:
+                message = (
+                    "the sandbox was frozen by somebody else in the middle of its checkpoint, repeatedly"
+                )
+                raise SandboxFrozen(message, begun=True)
+            self.has_thawed = True
+            self._since_s = None
+            with contextlib.suppress(RuntimeFailed):
+                self._cgroup.thaw(1.0)
+        self._seen_ticks = ticks
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Clock ticks on a CPU so far; -1 of a process that is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return int(words[11]) + int(words[12])
 
 
 def _arm_timers(images: Path) -> None:

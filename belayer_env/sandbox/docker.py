@@ -39,7 +39,7 @@ from belayer_env.host.criu_find import find_criu
 from belayer_env.sandbox import criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup
-from belayer_env.sandbox.container import LIVENESS_DEADLINE_S, Container
+from belayer_env.sandbox.container import Container
 from belayer_env.sandbox.docker_checkpoint import (
     CHECKPOINT_NAME,
     RestoreLog,
@@ -54,7 +54,7 @@ from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, mount, unmount, unmount_below
 from belayer_env.sandbox.runc_spec import CAPABILITIES, process_env
 from belayer_env.sandbox.seccomp import docker_profile
-from belayer_env.sandbox.shell import CHANNEL_MOUNT, ChannelContents, populate_channel
+from belayer_env.sandbox.shell import CHANNEL_MOUNT, ChannelContents
 from belayer_env.sandbox.tree import copy_tree
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
@@ -107,8 +107,9 @@ class DockerRuntime:
         image = engine_image(self.engine, spec.image, self.images_dir)
         sandbox = DockerSandbox(self, spec, image, home)
         try:
-            sandbox._make(ChannelContents(), etc=None)
-            sandbox._start()
+            with disk_errors(f"starting the sandbox of {home}"):
+                sandbox._make(ChannelContents(), etc=None)
+                sandbox._start()
             sandbox._container.enter_workdir()
         except BaseException:
             sandbox.destroy()
@@ -134,12 +135,13 @@ class DockerRuntime:
         sandbox = DockerSandbox(self, spec, image, home)
         try:
             contents = ChannelContents.from_json(meta, with_processes=full)
-            sandbox._make(contents, etc=saved_dir / "layer/etc")
-            sandbox._fill(saved_dir / "layer/upper")
-            if full:
-                sandbox._start_from(saved_dir / "images", meta.get("bundles"))
-            else:
-                sandbox._start()
+            with disk_errors(f"starting the sandbox of {home}"):
+                sandbox._make(contents, etc=saved_dir / "layer/etc")
+                sandbox._fill(saved_dir / "layer/upper")
+                if full:
+                    sandbox._start_from(saved_dir / "images", meta.get("bundles"))
+                else:
+                    sandbox._start()
         except BaseException as error:
             sandbox.destroy()
             if isinstance(error, Fault) and not isinstance(error, (RestoreFailed, EngineUnavailable)):
@@ -293,15 +295,14 @@ class DockerSandbox:
             mount("tmpfs", etc_dir, "tmpfs", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC, options=_ETC_OPTIONS)
         except OSError as error:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
-        with disk_errors("filling the shell channel"):
-            populate_channel(channel, contents, owner=0)
+        self._container.open_channel(channel, contents, owner=0)
+        with disk_errors("filling /etc"):
             for name, text in _ETC.items():
                 if etc is not None:
                     shutil.copy2(etc / name, etc_dir / name)
                 else:
                     (etc_dir / name).write_text(text)
                     (etc_dir / name).chmod(0o644)
-        self._container.open_channel(channel, owner=0)
         self._create_container(channel, etc_dir)
         found = self._engine.inspect(self._container_id)["GraphDriver"]["Data"]
         self._upper, self._merged = Path(found["UpperDir"]), Path(found["MergedDir"])
@@ -372,7 +373,7 @@ class DockerSandbox:
                 raise log.failure(error) from error
         shutil.rmtree(container_dir / "checkpoints", ignore_errors=True)
         self._attach()
-        self._container.require().ping(LIVENESS_DEADLINE_S)
+        self._container.greet_restored()
 
     def _attach(self) -> None:
         state = self._engine.inspect(self._container_id)["State"]

@@ -92,6 +92,8 @@ class Engine:
             try:
                 yield lent
             finally:
+                # The SDK keeps a connection for each of the last 25 URLs, and every container has its own.
+                lent.close()
                 self._idle.put(lent)
 
     def await_answering(self) -> None:

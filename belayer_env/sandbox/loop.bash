@@ -1,5 +1,7 @@
 # The persistent shell of a sandbox, bash. Reads "run N" and "ping N" from the req FIFO, sources /belayer/step for
-# each run, and answers on the ctl FIFO: "ready PID", "begin N", "end N CODE", "pong N PID".
+# each run, and answers on the ctl FIFO: "ready PID", "begin N LAST", "end N CODE", "pong N PID LAST NEWEST"; LAST
+# is the run that it has ended last, 0 at first: the host compares, and so knows that nothing ran in between. NEWEST
+# is the pid given out last, where a restored sandbox goes on counting.
 #
 # A command runs in this very shell, so that cd, variables, functions, traps and jobs stay. The FIFOs are opened anew
 # for each message, so the descriptors from 3 on are the command's to keep (`exec 9>lock; flock 9`), but for 10 to 12,
@@ -28,6 +30,8 @@ __belayer_give_up() {
 __belayer_status() { builtin return "$1"; }
 __belayer_busy=0
 __belayer_code=0
+__belayer_ran=0
+__belayer_pid=0
 # One group, read as a whole before the state brings the command's aliases back.
 {
 if [[ -s /belayer/state ]]; then
@@ -41,12 +45,13 @@ builtin trap ' ' INT
 builtin echo "ready $$" >/belayer/ctl
 while IFS=' ' builtin read -r __belayer_verb __belayer_n <>/belayer/req; do
     if [[ $__belayer_verb == ping ]]; then
-        builtin echo "pong $__belayer_n $$" >/belayer/ctl
+        IFS='' builtin read -r __belayer_pid </proc/sys/kernel/ns_last_pid || __belayer_pid=0
+        builtin echo "pong $__belayer_n $$ $__belayer_ran $__belayer_pid" >/belayer/ctl
         builtin continue
     fi
     # A run has its output FIFO, made by the host; what else the sandbox may have written into req has none.
     [[ $__belayer_verb == run && -p /belayer/out.$__belayer_n ]] || builtin continue
-    builtin echo "begin $__belayer_n" >/belayer/ctl
+    builtin echo "begin $__belayer_n $__belayer_ran" >/belayer/ctl
     __belayer_busy=1
     __belayer_status "$__belayer_code"
     . /belayer/step </dev/null >"/belayer/out.$__belayer_n" 2>&1
@@ -62,6 +67,7 @@ while IFS=' ' builtin read -r __belayer_verb __belayer_n <>/belayer/req; do
         builtin set +T
     fi
     __belayer_busy=0
+    __belayer_ran=$__belayer_n
     builtin set +e
     # Options that functions are parsed by come before them, aliases after them.
     { builtin declare -p; builtin shopt -p; builtin umask -p; builtin declare -f; builtin set +o; builtin alias -p

@@ -20,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from belayer_env.disk import disk_errors
 from belayer_env.errors import (
     Fault,
     IncompatibleCheckpoint,
@@ -32,13 +33,13 @@ from belayer_env.host.criu_find import find_criu
 from belayer_env.sandbox import criu
 from belayer_env.sandbox.base import ProcessInfo, Saved
 from belayer_env.sandbox.cgroup import Cgroup, is_unified
-from belayer_env.sandbox.container import LIVENESS_DEADLINE_S, Container
+from belayer_env.sandbox.container import Container
 from belayer_env.sandbox.image import RootFs, resolve_image
 from belayer_env.sandbox.layers import LayerStore
 from belayer_env.sandbox.mounts import MS_NODEV, MS_NOSUID, mount, mount_overlay, unmount, unmount_below
 from belayer_env.sandbox.procs import pids_naming
 from belayer_env.sandbox.runc_spec import dump_externals, oci_config, restore_externals
-from belayer_env.sandbox.shell import ChannelContents, populate_channel
+from belayer_env.sandbox.shell import ChannelContents
 from belayer_env.spec import ExecResult, SandboxSpec, Tier
 
 __all__ = ["RuncRuntime", "RuncSandbox"]
@@ -141,8 +142,9 @@ class RuncRuntime:
         try:
             if spec.limits.disk_bytes is not None:
                 self.layers.limit(home / "layer", spec.limits.disk_bytes)
-            sandbox._mount(contents)
-            sandbox._launch(images)
+            with disk_errors(f"starting the sandbox of {home}"):
+                sandbox._mount(contents)
+                sandbox._launch(images)
         except BaseException:
             sandbox.destroy()
             raise
@@ -251,9 +253,8 @@ class RuncSandbox:
             mount("tmpfs", channel, "tmpfs", flags=MS_NOSUID | MS_NODEV, options=_CHANNEL_OPTIONS)
         except OSError as error:
             raise RuntimeFailed(f"cannot mount the shell channel: {error}") from error
-        populate_channel(channel, contents, owner=self._owner)
+        self._container.open_channel(channel, contents, owner=self._owner)
         mount_overlay(self._image.path, self.home / "layer", self.home / "rootfs", flags=MS_NODEV)
-        self._container.open_channel(channel, owner=self._owner)
 
     def _launch(self, images: Path | None) -> None:
         self._config = oci_config(
@@ -282,7 +283,7 @@ class RuncSandbox:
                 self._container.enter_workdir()
         else:
             self._container.attach(init, self._container.cgroup)
-            self._container.require().ping(LIVENESS_DEADLINE_S)
+            self._container.greet_restored()
 
     def _restore_processes(self, images: Path) -> None:
         assert self._runtime.criu is not None

@@ -20,13 +20,13 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
-from belayer_env.errors import Fault, InvalidInput, NotText, SandboxFrozen, SandboxHung
+from belayer_env.errors import Fault, InvalidInput, NotText, SandboxAstray, SandboxFrozen, SandboxHung
 from belayer_env.sandbox.late_output import LATE_OUTPUT
 from belayer_env.sandbox.output import OutputBuffer
 from belayer_env.sandbox.procs import ProcStat, below, foreground
@@ -120,11 +120,15 @@ def check_command(command: str) -> bytes:
 class ChannelContents:
     """What a channel directory is filled with: by default, for a fresh sandbox.
 
-    ``state``: what a new shell starts from. ``late_fifos``: output FIFOs that background jobs still hold.
+    ``state``: what a new shell starts from. ``last_run``: number of the run that the shell has ended last, 0
+    if none, None if that is not known. ``last_pid``: the pid that its namespace gave out last, 0 if that is
+    not known. ``late_fifos``: output FIFOs that background jobs still hold.
     ``scripts``: those that the sandbox's processes have open, name to text, which a later Belayer may have
     changed; empty: this Belayer's."""
 
     state: bytes = b""
+    last_run: int | None = 0
+    last_pid: int = 0
     late_fifos: tuple[str, ...] = ()
     scripts: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,6 +136,8 @@ class ChannelContents:
         """Plain data for a checkpoint; ``from_json`` is the inverse."""
         return {
             "shell_state": self.state.hex(),
+            "last_run": self.last_run,
+            "last_pid": self.last_pid,
             "late_fifos": list(self.late_fifos),
             "scripts": dict(self.scripts),
         }
@@ -139,10 +145,17 @@ class ChannelContents:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, with_processes: bool) -> ChannelContents:
         """For a restore. Without processes nobody holds a FIFO or a script."""
-        state = bytes.fromhex(data["shell_state"])
+        # Earlier versions wrote neither last_run nor last_pid.
+        state, last_run = bytes.fromhex(data["shell_state"]), data.get("last_run")
         if not with_processes:
-            return cls(state=state)
-        return cls(state=state, late_fifos=tuple(data["late_fifos"]), scripts=data["scripts"])
+            return cls(state=state, last_run=last_run)
+        return cls(
+            state=state,
+            last_run=last_run,
+            last_pid=data.get("last_pid", 0),
+            late_fifos=tuple(data["late_fifos"]),
+            scripts=data["scripts"],
+        )
 
 
 def populate_channel(directory: Path, contents: ChannelContents, *, owner: int) -> None:
@@ -168,7 +181,9 @@ class ShellChannel:
     `close` is owed. Make it before the container's processes run: it opens the reading ends first, so that a
     restored background job never writes into a FIFO without a reader."""
 
-    def __init__(self, directory: Path, peer: ChannelPeer, *, owner: int) -> None:
+    def __init__(self, directory: Path, peer: ChannelPeer, contents: ChannelContents, *, owner: int) -> None:
+        """``contents``: what the directory has been filled with."""
+        self.last_pid = contents.last_pid
         self._dir = directory
         self._peer = peer
         self._owner = owner
@@ -177,6 +192,7 @@ class ShellChannel:
         self._shell_ns_pid = 0
         self._ready = False
         self._restarts_unseen = False
+        self._last_run = contents.last_run
         # Read-write, so that neither open waits for the other side and no reader ever sees an end of file.
         self._req = os.open(directory / "req", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._ctl = os.open(directory / "ctl", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -187,6 +203,8 @@ class ShellChannel:
         """What a checkpoint must carry of the channel."""
         return ChannelContents(
             state=self.shell_state(),
+            last_run=self._last_run,
+            last_pid=self.last_pid,
             late_fifos=tuple(sorted(fifo.name for fifo in self._dir.glob("out.*"))),
             scripts={script: (self._dir / script).read_text() for script in _SCRIPTS},
         )
@@ -210,10 +228,11 @@ class ShellChannel:
                 raise SandboxHung("the sandbox's shell ends as soon as it is started")
 
     def ping(self, timeout_s: float = 10.0) -> None:
-        """Prove that the shell answers.
+        """Prove that the shell answers, and that it has run what the host knows of, and nothing else.
 
         Raises:
-            Fault: it does not, within ``timeout_s`` seconds."""
+            SandboxAstray: it has run something else.
+            Fault: it does not answer within ``timeout_s`` seconds."""
         self._n += 1
         self._request(b"ping %d" % self._n)
         deadline = time.monotonic() + timeout_s
@@ -222,6 +241,8 @@ class ShellChannel:
             self._note(message)
             if message.event is _Event.PONG and message.numbers[:1] == (self._n,):
                 self._ready = True
+                self.last_pid = message.numbers[3] if len(message.numbers) > 3 else 0
+                self._refuse_astray(message.numbers[2:], begun=False)
                 return
 
     def run(self, command: str, *, timeout_s: float, grace_s: float, output_bytes: int) -> ExecResult:
@@ -296,9 +317,12 @@ class ShellChannel:
 
     def _never_begun(self, run: _Run, what: str) -> SandboxHung:
         """The shell does not read its requests; and this one it will not read later, either."""
-        # What it has read of it already, it may still act on.
-        begun = b"run %d\n" % run.number not in self._withdraw_request()
-        return SandboxHung(f"the sandbox's shell {what}", begun=begun)
+        return SandboxHung(f"the sandbox's shell {what}", begun=not self._take_back(run))
+
+    def _take_back(self, run: _Run) -> bool:
+        """Take back a request that the shell has not begun. False: it has read some of it, and may still act
+        on that."""
+        return not run.begun and b"run %d\n" % run.number in self._withdraw_request()
 
     def _turn(self, run: _Run, wait_s: float) -> None:
         """Wait for something to happen, at most ``wait_s`` seconds, and take it in."""
@@ -312,6 +336,9 @@ class ShellChannel:
             if self._peer.init_pidfd() in ready:
                 raise self._peer.death(begun=True)
             if not ready and self._peer.is_frozen():
+                # Not left there, to be run whenever somebody thaws it.
+                if self._take_back(run):
+                    raise SandboxFrozen("the sandbox was frozen by somebody else", begun=False)
                 raise SandboxFrozen("the sandbox was frozen by somebody else in mid-command", begun=True)
             if not ready and not run.begun:
                 run.num_stopped = run.num_stopped + 1 if self._is_stopped() else 0
@@ -321,11 +348,13 @@ class ShellChannel:
     def _take(self, run: _Run, message: _Message) -> None:
         self._note(message)
         match message:
-            case _Message(_Event.BEGIN, (n,)) if n == run.number:
+            case _Message(_Event.BEGIN, (n, *last_run)) if n == run.number:
                 run.begun = True
+                self._refuse_astray(last_run, begun=True)
             case _Message(_Event.END, (n, code)) if n == run.number:
                 run.code = code
                 run.ended = True
+                self._last_run = n
                 self._keep_state()
             case _Message(_Event.EXIT, (code,)) if run.begun:
                 # The shell went with this command. (One that ends before "begin" leaves the request to its
@@ -459,13 +488,21 @@ class ShellChannel:
             case _Message(_Event.READY, (ns_pid,)):
                 self._shell_ns_pid = ns_pid
                 self._ready = True
-            case _Message(_Event.PONG, (_, ns_pid)):
+            case _Message(_Event.PONG, (_, ns_pid, *_)):
                 self._shell_ns_pid = ns_pid  # a restored shell says "ready" to nobody
             case _Message(_Event.EXIT, _):
                 self._ready = False
                 self._restarts_unseen = True
+                self._last_run = None  # the heir's state is of some earlier run
             case _:
                 pass
+
+    def _refuse_astray(self, said: Sequence[int], *, begun: bool) -> None:
+        """``said``: what the shell says it has ended last; scripts of earlier versions say nothing."""
+        if said and self._last_run is not None and said[0] != self._last_run:
+            raise SandboxAstray(
+                f"the sandbox's shell has last run command {said[0]}, and not {self._last_run}", begun=begun
+            )
 
     def _next_message(self, deadline: float, *, begun: bool, what: str) -> _Message:
         num_stopped = 0

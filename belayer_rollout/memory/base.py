@@ -9,6 +9,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, TypeAlias
 
+from belayer_rollout.memory.digest import Read
+
 __all__ = ["Access", "MemoryMapper", "OwnerMemory", "Region"]
 
 Access: TypeAlias = Literal["read", "write", "copy"]
@@ -36,8 +38,8 @@ class Region(Protocol):
             OwnerDamaged: somebody still maps it writable."""
         ...
 
-    def read(self) -> AbstractContextManager[memoryview]:
-        """Its bytes, for as long as the context lasts."""
+    def reading(self) -> AbstractContextManager[Read]:
+        """A way to read its bytes, for as long as the context lasts."""
         ...
 
     def close(self) -> None:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from blake3 import blake3
 
-__all__ = ["CHUNK_BYTES", "chunk_digest", "chunk_digests", "differing", "root_digest", "sample"]
+__all__ = ["CHUNK_BYTES", "Read", "chunk_digests", "differing", "root_digest", "sample"]
+
+Read: TypeAlias = Callable[[int, int], "memoryview | bytearray"]
+"""The bytes from one offset to another. Memory of a device is copied from there, chunk by chunk."""
 
 CHUNK_BYTES = 256 * 1024
 """Small enough that eight of them take a millisecond, large enough that 140 GB need only 18 MB of digests."""
 
 
-def chunk_digest(chunk: memoryview | bytes) -> bytes:
-    """BLAKE3, 32 bytes."""
-    return blake3(chunk).digest()
-
-
-def chunk_digests(buffer: memoryview) -> list[bytes]:
-    """One per chunk of ``buffer``, which is of bytes."""
-    starts = range(0, len(buffer), CHUNK_BYTES)
-    return [chunk_digest(buffer[start : start + CHUNK_BYTES]) for start in starts]
+def chunk_digests(read: Read, num_bytes: int) -> list[bytes]:
+    """One per chunk of the first ``num_bytes``."""
+    return [_digest_of(read, num_bytes, i) for i in range(-(-num_bytes // CHUNK_BYTES))]
 
 
 def root_digest(digests: Iterable[bytes]) -> str:
@@ -38,6 +36,11 @@ def sample(count: int, size: int | None, draw: random.Random) -> list[int]:
     return sorted({0, count - 1, *draw.sample(range(1, count - 1), size - 2)})
 
 
-def differing(buffer: memoryview, digests: Sequence[bytes], chunks: Iterable[int]) -> list[int]:
+def differing(read: Read, num_bytes: int, digests: Sequence[bytes], chunks: Iterable[int]) -> list[int]:
     """Those of ``chunks`` whose bytes are not what their digest says."""
-    return [i for i in chunks if chunk_digest(buffer[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]) != digests[i]]
+    return [i for i in chunks if _digest_of(read, num_bytes, i) != digests[i]]
+
+
+def _digest_of(read: Read, num_bytes: int, chunk: int) -> bytes:
+    start = chunk * CHUNK_BYTES
+    return blake3(read(start, min(start + CHUNK_BYTES, num_bytes))).digest()

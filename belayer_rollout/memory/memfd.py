@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from belayer_rollout.errors import OwnerDamaged
 from belayer_rollout.memory.base import Access
+from belayer_rollout.memory.digest import Read
 
 __all__ = ["HostMapper", "HostMemory", "HostRegion", "bytes_at"]
 
@@ -68,10 +69,7 @@ class HostRegion:
             raise OwnerDamaged("a process still maps the new weights for writing") from error
 
     @contextmanager
-    def read(self) -> Iterator[memoryview]:
-        if self.num_bytes == 0:
-            yield memoryview(b"")
-            return
+    def reading(self) -> Iterator[Read]:
         # Read-only access to the file too: older kernels refuse a shared mapping of a sealed, writable one.
         fd = self.export(writable=False)
         try:
@@ -79,7 +77,7 @@ class HostRegion:
         finally:
             os.close(fd)
         with mapped, memoryview(mapped) as view:
-            yield view
+            yield lambda start, stop: view[start:stop]
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -113,8 +113,8 @@ class Owner:
         # The hash takes seconds for a large model: the others are answered meanwhile. The draft can't go:
         # only this connection ends it, and its thread is here.
         region.freeze()
-        with region.read() as view:
-            digests = tuple(digest.chunk_digests(view[: draft.num_bytes]))
+        with region.reading() as read:
+            digests = tuple(digest.chunk_digests(read, draft.num_bytes))
         found = digest.root_digest(digests)
         if root is not None and root != found:
             raise OwnerDamaged(f"buffer {buffer} holds {found[:16]}, its filler wrote {root[:16]}")
@@ -157,9 +157,9 @@ class Owner:
             chunks = digest.sample(len(commit.digests), sample, random.Random(seed))
             reading = contextlib.ExitStack()
             # Mapped under the lock: a commit by another connection may close the region right after.
-            view = reading.enter_context(region.read())
+            read = reading.enter_context(region.reading())
         with reading:
-            wrong = digest.differing(view[: commit.num_bytes], commit.digests, chunks)
+            wrong = digest.differing(read, commit.num_bytes, commit.digests, chunks)
         if wrong:
             raise OwnerDamaged(f"chunks {wrong[:8]} of buffer {commit.buffer} are not what was published")
         return {"chunks": len(chunks), "version": commit.version}, []

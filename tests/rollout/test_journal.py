@@ -163,6 +163,20 @@ def test_an_id_is_opened_again_only_with_the_same_content(path: Path) -> None:
     assert reload(path, "r").length == 2
 
 
+def test_a_finished_request_takes_no_more_tokens_when_it_is_opened_again(path: Path) -> None:
+    async def use(journal: Journal) -> None:
+        await journal.open_request("r", "s", [1], PARAMS)
+        await add(journal, "r", 0, 1)
+        await journal.finish("r", "stop", None, 1)
+        await journal.open_request("r", "s", [1], PARAMS)
+        await journal.load("r")
+        with pytest.raises(UnknownRequest):
+            journal.append("r", 1, chunk(2))
+
+    with_journal(path, use)
+    assert reload(path, "r").chunks == ((0, chunk(1)),)
+
+
 @pytest.mark.parametrize("reload_between", [False, True])
 def test_a_cut_voids_what_stands_in_rows_and_what_does_not(path: Path, reload_between: bool) -> None:
     async def use(journal: Journal) -> None:
@@ -193,6 +207,20 @@ def test_unknown_requests_are_unknown(path: Path) -> None:
     with_journal(path, use)
 
 
+def test_asking_for_an_unknown_request_writes_no_rows(path: Path) -> None:
+    async def use(journal: Journal) -> None:
+        await journal.open_request("r", "s", [1], PARAMS)
+        for n in range(20):
+            await add(journal, "r", n, n)
+            with pytest.raises(UnknownRequest):
+                await journal.load("new")
+        with closing(sqlite3.connect(path)) as db:
+            assert db.execute("SELECT count(*) FROM tokens").fetchone() == (0,)
+
+    with_journal(path, use)
+    assert reload(path, "r").length == 20
+
+
 def test_a_closed_journal_says_so(path: Path) -> None:
     async def go() -> None:
         journal = Journal(path)
@@ -205,6 +233,22 @@ def test_a_closed_journal_says_so(path: Path) -> None:
             await journal.load("r")
 
     asyncio.run(go())
+
+
+def test_nothing_is_taken_while_it_closes(path: Path) -> None:
+    async def go() -> None:
+        journal = Journal(path)
+        await journal.open_request("r", "s", [1], PARAMS)
+        closing_it = asyncio.ensure_future(journal.close())
+        await asyncio.sleep(0)
+        with pytest.raises(ClientClosed):
+            journal.append("r", 0, chunk(1))
+        with pytest.raises(ClientClosed):
+            await journal.cut("r", 0)
+        await closing_it
+
+    asyncio.run(go())
+    assert reload(path, "r").chunks == ()
 
 
 def test_all_appends_of_one_commit_share_a_future_that_cancelling_one_task_leaves_alone(path: Path) -> None:
@@ -321,6 +365,25 @@ def test_a_full_journal_prunes_its_oldest_finished_sessions_first(path: Path) ->
         assert 5 < len(left) < 30
         assert size_of(path) <= bound
         assert (await journal.load("running")).length == 1
+
+    with_journal(path, use, max_bytes=bound)
+
+
+def test_tokens_that_meet_the_bound_make_room_for_themselves(path: Path) -> None:
+    bound, width = 2**20, 100
+
+    async def use(journal: Journal) -> None:
+        for n in range(20):
+            await journal.open_request(f"old{n}", f"old{n}", list(range(10_000)), PARAMS)
+            await journal.finish(f"old{n}", "stop", None, 0)
+        await journal.open_request("r", "s", [1], SamplingParams(max_tokens=10**6))
+        for start in range(0, 30_000, width):
+            await add(journal, "r", start, *range(start, start + width))
+        assert (await journal.load("r")).chunks == ((0, chunk(*range(30_000))),)
+        left = [s.session for s in await journal.sessions()]
+        assert "old0" not in left
+        assert left[-1] == "s"
+        assert size_of(path) <= bound
 
     with_journal(path, use, max_bytes=bound)
 

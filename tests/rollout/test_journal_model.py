@@ -13,7 +13,7 @@ from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from belayer_rollout import journal as journal_module
 from belayer_rollout.journal import Journal, JournalledRequest
@@ -27,12 +27,11 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where a sync takes no time: what a crash leaves is a copy of the files here, not what a disk has."""
 
 tokens = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(max_value=0.0, allow_nan=False)), max_size=5)
+which = st.integers(0, 5)
 Token = tuple[int, float, str, int]
 
 
 class JournalMachine(RuleBasedStateMachine):
-    running = Bundle("running")
-
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(dir=MEMORY))
@@ -46,53 +45,69 @@ class JournalMachine(RuleBasedStateMachine):
         self.failovers: dict[str, int] = {}
         self.copies = 0
 
-    @rule(target=running, session=st.sampled_from("ab"))
-    def open(self, session: str) -> str:
+    @initialize(num=st.integers(1, 4))
+    def begin(self, num: int) -> None:
+        for n in range(num):
+            self.open("ab"[n % 2])
+
+    @rule(session=st.sampled_from("ab"))
+    def open(self, session: str) -> None:
         request = f"r{len(self.model)}"
         self.loop.run_until_complete(self.journal.open_request(request, session, (1, 2), PARAMS))
         self.model[request] = []
         self.failovers[request] = 0
-        return request
 
-    @rule(
-        target=running,
-        parts=st.lists(
-            st.tuples(consumes(running), tokens, st.sampled_from("uv"), st.integers(0, 2)), max_size=4
-        ),
-    )
-    def append_together(self, parts: list[tuple[str, list[tuple[int, float]], str, int]]) -> object:
+    @rule(parts=st.lists(st.tuples(which, tokens, st.sampled_from("uv"), st.integers(0, 2)), min_size=1))
+    def append_together(self, parts: list[tuple[int, list[tuple[int, float]], str, int]]) -> None:
+        requests = [self._running(at) for at, *_ in parts]
+
         async def append() -> None:
             pending = None
-            for request, new, worker, version in parts:
+            for request, (_, new, worker, version) in zip(requests, parts, strict=True):
                 chunk = TokenChunk(tuple(i for i, _ in new), tuple(p for _, p in new), worker, version)
                 start = len(self.model[request])
                 self.model[request] += [(i, p, worker, version) for i, p in new]
                 pending = self.journal.append(request, start, chunk)
-            if pending is not None:
-                await pending
+            assert pending is not None
+            await pending
 
         self.loop.run_until_complete(append())
-        return multiple(*(request for request, *_ in parts))
 
-    @rule(request=running, length=st.integers(0, 12))
-    def cut(self, request: str, length: int) -> None:
+    @rule(at=which, length=st.integers(0, 12), new=tokens)
+    def cut_and_append_in_one_commit(self, at: int, length: int, new: list[tuple[int, float]]) -> None:
+        request = self._running(at)
+        kept = self.model[request][:length]
+        chunk = TokenChunk(tuple(i for i, _ in new), tuple(p for _, p in new), "w", 0)
+
+        async def cut() -> None:
+            cutting = asyncio.ensure_future(self.journal.cut(request, length))
+            await asyncio.sleep(0)
+            self.journal.append(request, len(kept), chunk)
+            await cutting
+            # It is durable once a later commit is.
+            await self.journal.note_failover(request, "w", "killed")
+
+        self.loop.run_until_complete(cut())
+        self.model[request] = kept + [(i, p, "w", 0) for i, p in new]
+        self.failovers[request] += 1
+
+    @rule(at=which, length=st.integers(0, 12))
+    def cut(self, at: int, length: int) -> None:
+        request = self._running(at)
         self.loop.run_until_complete(self.journal.cut(request, length))
         del self.model[request][length:]
 
-    @rule(request=running)
-    def note_failover(self, request: str) -> None:
-        self.loop.run_until_complete(self.journal.note_failover(request, "w", "killed"))
-        self.failovers[request] += 1
-
-    @rule(request=consumes(running), cut=st.integers(0, 2), stop=st.sampled_from([None, 3, "END"]))
-    def finish(self, request: str, cut: int, stop: int | str | None) -> None:
+    @rule(at=which, cut=st.integers(0, 2), stop=st.sampled_from([None, 3, "END"]))
+    def finish(self, at: int, cut: int, stop: int | str | None) -> None:
+        request = self._running(at)
         length = max(0, len(self.model[request]) - cut)
         self.loop.run_until_complete(self.journal.finish(request, "stop", stop, length))
         del self.model[request][length:]
         self.finished[request] = ("stop", stop)
 
-    @rule(request=running)
-    def load(self, request: str) -> None:
+    @rule(at=which)
+    def load(self, at: int) -> None:
+        request = self._running(at)
         self._check(request, self.loop.run_until_complete(self.journal.load(request)))
 
     @rule()
@@ -127,6 +142,13 @@ class JournalMachine(RuleBasedStateMachine):
         self.patch.stop()
         shutil.rmtree(self.directory)
 
+    def _running(self, at: int) -> str:
+        running = [request for request in self.model if request not in self.finished]
+        if not running:
+            self.open("a")
+            return list(self.model)[-1]
+        return running[at % len(running)]
+
     def _check_all(self) -> None:
         for request in self.model:
             self._check(request, self.loop.run_until_complete(self.journal.load(request)))
@@ -145,5 +167,5 @@ class JournalMachine(RuleBasedStateMachine):
 
 TestJournalMachine = JournalMachine.TestCase
 TestJournalMachine.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )

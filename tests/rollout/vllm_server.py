@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 __all__ = ["VllmServer", "vllm_server"]
 
 START_S = 500.0
@@ -21,7 +22,7 @@ START_S = 500.0
 
 
 class VllmServer:
-    """A running server; its process group holds its engine, too."""
+    """A running server and the engine processes below it."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process = process
@@ -34,10 +35,27 @@ class VllmServer:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
     def kill(self) -> None:
-        """SIGKILL for all of it. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """SIGKILL for all of it, and nothing left in shared memory. Idempotent."""
+        if self.process.poll() is not None:
+            return
+        server = psutil.Process(self.process.pid)
+        family = [server, *server.children(recursive=True)]
+        segments = set().union(*(_shared_memory_of(process.pid) for process in family))
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family[1:])
         self.process.wait()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def _shared_memory_of(pid: int) -> set[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {Path(f"/dev/shm/psm_{line.rpartition('/psm_')[2]}") for line in lines if "/dev/shm/psm_" in line}
 
 
 @contextlib.contextmanager
@@ -62,8 +80,12 @@ def vllm_server(model: Path, log: Path, *, max_model_len: int = 512) -> Iterator
             argv,
             stdout=out,
             stderr=out,
-            start_new_session=True,
-            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"},
+            env={
+                **os.environ,
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_NO_USAGE_STATS": "1",
+                "TMPDIR": str(log.parent),
+            },
         )
     server = VllmServer(process, port)
     try:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from belayer_rollout.engines.vllm.worker import VllmWorker
 from belayer_rollout.errors import OwnerDamaged, UpdateFailed, WorkerHung
+from belayer_rollout.types import EngineRequest, SamplingParams
 
 __all__ = ["AttachedVllm", "half_of_the_cores"]
 
@@ -28,7 +29,11 @@ CALL_DEADLINE_S = 20.0
 FILL_DEADLINE_S = 600.0
 """For reading a checkpoint and hashing it."""
 
-BACKGROUND_NICE = 10
+BACKGROUND_NICE = 5
+"""A third of the processor time of those it competes with. Ten starved it on a busy host."""
+
+WARM_REQUESTS = 4
+WARM_TOKENS = 8
 
 
 class AttachedVllm(VllmWorker):
@@ -66,16 +71,26 @@ class AttachedVllm(VllmWorker):
         self._in_background = in_background
 
     async def start(self) -> None:
-        if not self._in_background:
-            await super().start()
-            return
+        """As `VllmWorker.start`; and it has then decoded a batch, on scratch KV."""
         known = {child.pid for child in multiprocessing.active_children()}
-        yielding = asyncio.ensure_future(_renice_next_child(known))
+        yielding = asyncio.ensure_future(_renice_next_child(known)) if self._in_background else None
         try:
             await super().start()
+            await self._warm_up()
         finally:
-            yielding.cancel()
+            if yielding is not None:
+                yielding.cancel()
         _renice(self.processes().all, os.getpriority(os.PRIO_PROCESS, 0))
+
+    async def _warm_up(self) -> None:
+        """What the start's one token leaves cold: decoding, and several requests in a step."""
+        await asyncio.gather(*(self._decode_some(n) for n in range(WARM_REQUESTS)))
+
+    async def _decode_some(self, n: int) -> None:
+        params = SamplingParams(max_tokens=WARM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
+        request = EngineRequest(f"warm-{n}", (0,) * (WARM_TOKENS + n), params)
+        async for _ in self.generate(request):
+            pass
 
     def _build(self) -> Any:
         # Importing it registers the load format, here for the engine's configuration to pass.

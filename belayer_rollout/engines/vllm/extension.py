@@ -78,9 +78,7 @@ class _ModuleState:
         import torch
 
         self.module = module
-        self._attributes = {
-            name: value for name, value in vars(module).items() if name not in ("_modules", *_TENSORS)
-        }
+        self._attributes = {name: value for name, value in vars(module).items() if name not in _LEFT_OUT}
         self._tensors = {name: dict(getattr(module, name)) for name in _TENSORS}
         held = [self._attributes, *self._tensors.values()]
         # Held on the host where they are on an accelerator: there need not be room for the weights twice.
@@ -92,7 +90,7 @@ class _ModuleState:
         ]
 
     def restore(self) -> None:
-        for name in set(vars(self.module)) - set(self._attributes) - {"_modules", *_TENSORS}:
+        for name in set(vars(self.module)) - set(self._attributes) - _LEFT_OUT:
             del vars(self.module)[name]
         vars(self.module).update(self._attributes)
         for name, tensors in self._tensors.items():
@@ -105,6 +103,8 @@ class _ModuleState:
 
 
 _TENSORS = ("_parameters", "_buffers")
+_LEFT_OUT = {"_modules", "kv_cache", *_TENSORS}
+"""Of a module's attributes: what is taken apart, and the KV cache, which may fill most of the memory."""
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Any]]:

@@ -137,7 +137,8 @@ class OwnedWeights:
     def _root(self) -> str | None:
         if self.device.type != "cpu":
             return None
-        return root_digest(chunk_digests(memoryview(bytes_at(self.address, self.num_bytes)).cast("B")))
+        view = memoryview(bytes_at(self.address, self.num_bytes)).cast("B")
+        return root_digest(chunk_digests(lambda start, stop: view[start:stop], self.num_bytes))
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes != self.num_bytes:

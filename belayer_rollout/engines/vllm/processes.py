@@ -18,13 +18,13 @@ from typing import NamedTuple
 import psutil
 
 __all__ = [
+    "END_S",
     "DeathWatch",
     "EngineProcesses",
     "end_marked",
     "engine_environment",
     "marked",
     "shared_memory_of",
-    "unfit",
     "unlink_shared_memory",
 ]
 
@@ -42,6 +42,14 @@ class EngineProcesses(NamedTuple):
 
     cores: tuple[int, ...]
     workers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pids: Iterable[tuple[int, int]]) -> EngineProcesses:
+        """From each worker's own and parent's pid: who is EngineCore (a child of this process), who not."""
+        pairs = list(pids)
+        me = os.getpid()
+        cores = {own if parent == me else parent for own, parent in pairs}
+        return cls(tuple(sorted(cores)), tuple(sorted(own for own, _ in pairs)))
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -78,12 +86,14 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def end_marked(mark: str, deadline_s: float = END_S) -> bool:
+def end_marked(mark: str, known: Iterable[psutil.Process] = (), deadline_s: float = END_S) -> bool:
     """Kill every process with this mark and wait until they are gone, those that they still start too.
 
-    SIGKILL also ends a stopped process. Blocks. False if one is still there after the deadline."""
+    SIGKILL also ends a stopped process. ``known`` are those of which one may be on its way out, when its mark
+    cannot be read any more. Blocks. False if one is still there after the deadline."""
     deadline = time.monotonic() + deadline_s
-    while left := [process for process in marked(mark) if _is_running(process)]:
+    known = list(known)
+    while left := [process for process in {*marked(mark), *known} if _is_running(process)]:
         if time.monotonic() > deadline:
             return False
         for process in left:
@@ -91,18 +101,6 @@ def end_marked(mark: str, deadline_s: float = END_S) -> bool:
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(left, timeout=0.2)
     return True
-
-
-def unfit(processes: EngineProcesses) -> bool:
-    """Whether one of them is gone or stopped, so that it will not end itself when it is asked to."""
-    for pid in processes.all:
-        try:
-            status = psutil.Process(pid).status()
-        except psutil.Error:
-            return True
-        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
-            return True
-    return False
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:

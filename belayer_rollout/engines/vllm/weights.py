@@ -32,11 +32,11 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             try:
                 # The format: length of the header (64 bits, little-endian), the header as JSON, the data.
                 (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
+                header = json.loads(file.read(min(length, path.stat().st_size)))
                 header.pop("__metadata__", None)
                 ends = max((entry["data_offsets"][1] for entry in header.values()), default=0)
                 shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
-            except (struct.error, ValueError, KeyError, TypeError, MemoryError) as error:
+            except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} is no safetensors file") from error
         if path.stat().st_size != 8 + length + ends:
             raise ValueError(f"{path} is cut short: {path.stat().st_size} of {8 + length + ends} bytes")

@@ -7,24 +7,26 @@ import contextlib
 import multiprocessing
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from belayer_rollout.engines.base import WeightSource
 from belayer_rollout.engines.vllm.extension import EXTENSION
+from belayer_rollout.engines.vllm.outputs import chunks, end_tokens, version_starts
 from belayer_rollout.engines.vllm.params import EXACT_PROCESSOR, sampling_arguments
 from belayer_rollout.engines.vllm.processes import (
+    END_S,
     DeathWatch,
     EngineProcesses,
     end_marked,
     engine_environment,
     shared_memory_of,
-    unfit,
     unlink_shared_memory,
 )
-from belayer_rollout.engines.vllm.stamps import pieces
 from belayer_rollout.engines.vllm.weights import check_complete, staged
 from belayer_rollout.errors import (
     EngineMissing,
@@ -47,9 +49,6 @@ KV_BYTES = 1 << 30
 RPC_DEADLINE_S = 300.0
 """For loading weights in every worker; the rest of its calls take milliseconds."""
 
-GRACE_S = 10.0
-"""How long a healthy engine may take to end itself: alone 2 s, on a busy host 4.5 s were measured."""
-
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -61,8 +60,6 @@ ENVIRONMENT = {
     # Titles are otherwise written over the environment, by which an engine's processes are found.
     "SPT_NOENV": "1",
 }
-
-FINISHED = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmWorker:
@@ -103,7 +100,9 @@ class VllmWorker:
         self._updating = asyncio.Lock()
         self._engine: Any = None
         self._processes = EngineProcesses((), ())
+        self._known: list[psutil.Process] = []
         self._shared_memory: set[str] = set()
+        self._ends: tuple[int, ...] = ()
         self._watch: DeathWatch | None = None
         self._streams: dict[str, Any] = {}
         """vLLM's output queue of every running request, by vLLM's own id."""
@@ -136,7 +135,7 @@ class VllmWorker:
             SetupError: the model or an engine argument is wrong.
             WorkerGone: it died on the way. Whatever is raised, no process is left."""
         async with self._starting:
-            if self._engine is not None or self._closed:
+            if self._engine is not None or self._closed or self._gone is not None:
                 self._alive()
                 return
             if find_spec("vllm") is None:
@@ -145,9 +144,11 @@ class VllmWorker:
                 self._engine = await self._built()
                 if self._closed:
                     raise WorkerGone("closed while it started", worker=self._name)
+                self._ends = end_tokens(self._engine.model_config)
                 await self._engine.update_weight_version(str(self._version))
                 pids = await self.rpc("belayer_pids", deadline_s=RPC_DEADLINE_S)
-                self._processes = _told_apart(pids)
+                self._processes = EngineProcesses.of(pids)
+                self._known = [psutil.Process(pid) for pid in self._processes.all]
                 self._shared_memory = shared_memory_of(self._processes.all)
                 self._watch = DeathWatch(self._processes.all, self._on_death)
                 await self.rpc("belayer_end_with", os.getpid(), deadline_s=RPC_DEADLINE_S)
@@ -161,7 +162,7 @@ class VllmWorker:
         return ModelInfo(
             name=self._model,
             max_model_len=config.max_model_len,
-            eos_token_ids=_end_tokens(config),
+            eos_token_ids=self._ends,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
@@ -181,7 +182,9 @@ class VllmWorker:
                     # Nowait first: a task switch less per token where the engine is ahead.
                     output = queue.get_nowait() or await queue.get()
                 finished = output.finished
-                for chunk in self._chunks(queue.request_id, output.outputs[0], made):
+                completion = output.outputs[0]
+                starts = version_starts(engine, queue.request_id, completion, self._version)
+                for chunk in chunks(completion, made, starts, self._name, self._ends):
                     made += len(chunk.token_ids)
                     yield chunk
         finally:
@@ -252,11 +255,13 @@ class VllmWorker:
         Raises:
             WorkerHung: one is still there 10 s after its SIGKILL."""
         self._on_death(None, "killed")
-        if not await asyncio.to_thread(end_marked, self._mark):
+        if not await asyncio.to_thread(end_marked, self._mark, self._known):
             raise WorkerHung("a process is still there 10 s after its SIGKILL", worker=self._name)
 
     async def close(self) -> None:
         self._closed = True
+        if self._starting.locked():
+            await asyncio.to_thread(end_marked, self._mark)  # or it would be awaited first
         async with self._starting:
             await self._end("closed")
 
@@ -315,46 +320,15 @@ class VllmWorker:
 
         if request.params.exact_resume and not self._exact:
             raise RequestRejected(f"{self._name} was started without exact_resume")
+        vocabulary = self._alive().model_config.get_vocab_size()
+        if not request.token_ids or not all(0 <= token < vocabulary for token in request.token_ids):
+            # Without a tokenizer vLLM does not look, and its EngineCore dies of the lookup.
+            raise RequestRejected(f"vLLM refuses the prompt: it needs token ids within 0..{vocabulary - 1}")
         try:
             arguments = sampling_arguments(request)
             return VllmSamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)
         except (ValueError, TypeError, VLLMClientError) as error:
             raise RequestRejected(f"vLLM refuses the parameters: {error}") from error
-
-    def _chunks(self, internal_id: str, completion: Any, made: int) -> Iterator[TokenChunk]:
-        tokens: Sequence[int] = completion.token_ids
-        entries = completion.logprobs or ()
-        if len(entries) != len(tokens):
-            raise WorkerGarbled(f"{len(tokens)} tokens with {len(entries)} logprobs", worker=self._name)
-        logprobs = [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
-        ended = completion.finish_reason
-        if ended is not None and ended not in FINISHED:
-            raise WorkerFault(f"vLLM ended the request: {ended}", worker=self._name)
-        cuts = pieces(made, made + len(tokens), self._starts(internal_id, completion))
-        if not cuts:
-            cuts = [(self._version, made, made)]
-        for i, (version, start, stop) in enumerate(cuts):
-            last = i == len(cuts) - 1
-            if start == stop and ended is None:
-                continue
-            reason = completion.stop_reason if last else None
-            yield TokenChunk(
-                tuple(tokens[start - made : stop - made]),
-                tuple(logprobs[start - made : stop - made]),
-                self._name,
-                version,
-                FINISHED[ended] if last and ended is not None else None,  # type: ignore[arg-type]
-                # Without a tokenizer vLLM knows the end of sequence only as one more stop token.
-                None if reason in _end_tokens(self._engine.model_config) else reason,
-            )
-
-    def _starts(self, internal_id: str, completion: Any) -> list[tuple[int, int]]:
-        """(version, first token) of the stream so far. vLLM publishes it with the last chunk only; before
-        that its own book is read, which is of this very instant: no await lies between."""
-        if completion.weight_versions is not None:
-            return [(int(span.version), span.start) for span in completion.weight_versions]
-        state = self._engine.output_processor.request_states.get(internal_id)
-        return [(int(version), start) for version, start in state.weight_version_starts] if state else []
 
     async def _update(self, version: int, source: WeightSource) -> None:
         async with self._updating:
@@ -385,9 +359,13 @@ class VllmWorker:
             await self.rpc("belayer_forget", deadline_s=RPC_DEADLINE_S)
         except BaseException:
             if self._version != version and self._gone is None:
-                await self.rpc("belayer_restore", deadline_s=RPC_DEADLINE_S)
-                with self._translated():
-                    await engine.update_weight_version(str(self._version))
+                try:
+                    await self.rpc("belayer_restore", deadline_s=RPC_DEADLINE_S)
+                    with self._translated():
+                        await engine.update_weight_version(str(self._version))
+                except WorkerFault:
+                    await self.kill()  # a mix of weights may be in force: better none
+                    raise
             raise
         finally:
             if self._gone is None:
@@ -401,7 +379,8 @@ class VllmWorker:
         if self._gone is not None:
             raise WorkerGone(f"{self._name}: {self._gone}", worker=self._name)
         if self._engine is None:
-            raise WorkerGone(f"{self._name} was not started", worker=self._name)
+            state = "is closed" if self._closed else "was not started"
+            raise WorkerGone(f"{self._name} {state}", worker=self._name)
         return self._engine
 
     def _on_death(self, pid: int | None, why: str | None = None) -> None:
@@ -438,39 +417,23 @@ class VllmWorker:
             raise WorkerFault(f"{self._name}: vLLM failed: {error!r}", worker=self._name) from error
 
     async def _end(self, why: str) -> None:
-        """Never raises. The healthy are asked, the others killed; then all that bear our mark."""
+        """Never raises. Kills: asked to end itself an idle engine took 4 to 10 s on a busy host, a stopped
+        one would not at all, and none holds anything that would be lost."""
         engine, self._engine = self._engine, None
-        broken = self._gone is not None or await asyncio.to_thread(unfit, self._processes)
         self._on_death(None, why)
+        if engine is not None and engine.output_handler is not None:
+            engine.output_handler.cancel()  # or it logs the end that we make as an error
+        await asyncio.to_thread(end_marked, self._mark, self._known)
         if engine is not None:
-            if engine.output_handler is not None:
-                engine.output_handler.cancel()  # or it logs the end that we make as an error
-            if broken:
-                await asyncio.to_thread(end_marked, self._mark)
             with contextlib.suppress(Exception):
-                # Its own part in this process as well: sockets, tasks, shared memory.
-                await asyncio.to_thread(engine.shutdown, GRACE_S)
+                # Its part in this process: sockets, tasks, a monitor thread.
+                await asyncio.to_thread(engine.shutdown)
             # vLLM would shut it down once more when it is collected, which at the interpreter's end fails.
             engine.shutdown = lambda timeout=None: None
-        await asyncio.to_thread(end_marked, self._mark)
         for child in multiprocessing.active_children():
             if child.pid in self._processes.cores:
-                await asyncio.to_thread(child.join, GRACE_S)  # killed: this reaps it
+                await asyncio.to_thread(child.join, END_S)  # killed: this reaps it
         unlink_shared_memory(self._shared_memory)
-
-
-def _told_apart(pids: Sequence[tuple[int, int]]) -> EngineProcesses:
-    """From each worker's own and parent's pid: who is EngineCore, and who its worker."""
-    me = os.getpid()
-    cores = {own if parent == me else parent for own, parent in pids}
-    return EngineProcesses(tuple(sorted(cores)), tuple(sorted(own for own, _ in pids)))
-
-
-def _end_tokens(model_config: Any) -> tuple[int, ...]:
-    """What vLLM stops on: the ids of the generation configuration, or else of the model's own."""
-    generation = model_config.try_get_generation_config() or {}
-    ids = generation.get("eos_token_id")
-    return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
 
 
 def _on_cpu(engine: Any) -> bool:
