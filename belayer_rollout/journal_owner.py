@@ -2,8 +2,8 @@
 
 A process is its pid and its start in ticks since boot, within one boot and one pid namespace: a pid that was
 used again, or a reboot, is never taken for the old owner. A process of another pid namespace (another
-container on the same volume) cannot be looked up by pid; there the lock decides that each owner holds on a
-file of its own, which the kernel drops when the owner ends."""
+container on the same volume) cannot be looked up by pid; there the lock alone decides that each owner holds
+on a file of its own, which the kernel drops when the owner ends."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def process_mark(pid: int) -> str | None:
 
 
 def is_alive(pid: int, mark: str, lock: Path) -> bool:
-    """Whether the owner of that pid and mark still lives. ``lock`` is the file of its `OwnerLock`."""
+    """Whether the owner of that pid and mark still lives and has its journal open. ``lock`` is the file of its
+    `OwnerLock`: a process that closed its journal may live on, and a full disk may have kept it from saying in
+    the journal that it let its requests go."""
     boot, namespace, _ = mark.split(":")
     here_boot, here_namespace = _place().split(":")
     if boot != here_boot:
         return False
-    if namespace == here_namespace:
-        return process_mark(pid) == mark
+    if namespace == here_namespace and process_mark(pid) != mark:
+        return False
     return _is_locked(lock)
 
 

@@ -156,20 +156,20 @@ def test_a_second_journal_in_one_process_does_not_take_a_running_request(tmp_pat
     asyncio.run(go())
 
 
-def test_an_owner_is_known_by_its_start_its_boot_and_in_another_container_by_its_lock(tmp_path: Path) -> None:
+def test_an_owner_is_known_by_its_start_its_boot_and_its_lock(tmp_path: Path) -> None:
     lock, pid = tmp_path / "owner", os.getpid()
     mark = process_mark(pid)
     assert mark is not None
     boot, namespace, start = mark.split(":")
+    elsewhere = f"{boot}:1:{start}"
+    held = OwnerLock(lock)
     assert is_alive(pid, mark, lock)
+    assert is_alive(pid, elsewhere, lock), "of another container, where a pid says nothing"
     assert not is_alive(pid, f"{boot}:{namespace}:{int(start) + 1}", lock), "the pid was used again"
     assert not is_alive(pid, f"other-boot:{namespace}:{start}", lock)
-    elsewhere = f"{boot}:1:{start}"
-    assert not is_alive(pid, elsewhere, lock)
-    held = OwnerLock(lock)
-    assert is_alive(pid, elsewhere, lock)
     held.release()
     held.release()
+    assert not is_alive(pid, mark, lock), "it lives, and has closed its journal"
     assert not is_alive(pid, elsewhere, lock)
 
 

@@ -137,3 +137,22 @@ def test_a_journal_closes_quietly_on_a_full_disk(disk: Path) -> None:
         await journal.close()
 
     asyncio.run(go())
+
+
+def test_what_a_closed_journal_could_not_let_go_on_a_full_disk_is_taken_over(disk: Path) -> None:
+    async def go() -> None:
+        path = disk / "tokens.db"
+        first = Journal(path)
+        await first.open_request("r", "s", PROMPT, PARAMS)
+        fill(disk)
+        durable = await append_until_full(first, {"r": 0})
+        await first.close()
+        (disk / "filler").unlink()
+        second = Journal(path)
+        try:
+            found = await second.load("r")
+            assert sum(len(chunk.token_ids) for _, chunk in found.chunks) >= durable["r"]
+        finally:
+            await second.close()
+
+    asyncio.run(go())
