@@ -27,9 +27,9 @@ def process_mark(pid: int) -> str | None:
 
 
 def is_alive(pid: int, mark: str, lock: Path) -> bool:
-    """Whether the owner of that pid and mark still lives and has its journal open. ``lock`` is the file of its
-    `OwnerLock`: a process that closed its journal may live on, and a full disk may have kept it from saying in
-    the journal that it let its requests go."""
+    """Whether the owner of that pid and mark still lives and has its journal open. ``lock`` is the file of
+    its `OwnerLock`: a process that closed its journal may live on, and a full disk may have kept it from
+    saying in the journal that it let its requests go."""
     boot, namespace, _ = mark.split(":")
     here_boot, here_namespace = _place().split(":")
     if boot != here_boot:
