@@ -46,6 +46,8 @@ __all__ = ["Episode", "Means"]
 _LOG = logging.getLogger("belayer")
 ACTION_ATTEMPTS = 3
 """How often one action may take its sandbox down before it is the action that is to blame."""
+_TRIES = 12
+"""How often in all it is tried: a sandbox lost before the action had begun is nobody's blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +102,17 @@ class Episode:
         episode_id = means.store.begin_episode(
             task, runtime=means.runtime.name, policy=str(means.policy), tier=means.runtime.tier
         )
-        episode = cls(episode_id, task, means, Ledger())
+        episode: Episode | None = None
         try:
+            episode = cls(episode_id, task, means, Ledger())
             episode._sandbox = episode._recovery.fresh()
             episode.telemetry.reset_s = episode.telemetry.now_s()
             episode._open_bubble()
         except BaseException:
-            episode.close()
+            if episode is None:
+                means.store.end_episode(episode_id)
+            else:
+                episode.close()
             raise
         return episode
 
@@ -314,7 +320,8 @@ class Episode:
 
     def _run_through(self, action: str) -> Step | Rollback:
         """Run the action in a consistent sandbox, over faults; its step, not yet in the ledger."""
-        for attempt in range(1, ACTION_ATTEMPTS + 1):
+        num_begun = 0
+        for _ in range(_TRIES):
             sandbox = self._consistent_sandbox()
             if self._untold is not None:
                 rollback, self._untold = self._untold, None
@@ -328,17 +335,18 @@ class Episode:
                 self._drop_sandbox()
                 if fault.begun and self.task.replay == "never":
                     return self._told_of_unknown_effects(fault)
-                if attempt == ACTION_ATTEMPTS:
+                num_begun += fault.begun
+                if num_begun == ACTION_ATTEMPTS:
                     self._recover()
                     raise RecoveryFailed(
-                        f"the action took its sandbox down {attempt} times ({fault}); "
+                        f"the action took its sandbox down {num_begun} times ({fault}); "
                         f"the state before it has been recovered: {action[:200]!r}"
                     ) from fault
             except BaseException:
                 # The reward's own error, or an interrupt: the action had effects that no ledger holds.
                 self._drop_sandbox()
                 raise
-        raise RecoveryFailed(f"the action could not be begun in {ACTION_ATTEMPTS} attempts: {action[:200]!r}")
+        raise RecoveryFailed(f"the action could not be run in {_TRIES} attempts: {action[:200]!r}")
 
     def _attempt(self, sandbox: Sandbox, action: str) -> Step:
         result = sandbox.run(action)

@@ -114,20 +114,24 @@ class Store:
     def begin_episode(self, task: Task, *, runtime: str, policy: str, tier: Tier) -> str:
         """A new episode, owned by this process; returns its id."""
         episode_id = f"ep-{_new_name()}"
-        with self._catalogue.transaction() as db:
-            db.execute(
-                "INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, 'open', ?, ?, NULL)",
-                (
-                    episode_id,
-                    json.dumps(task.to_json()),
-                    task.digest,
-                    runtime,
-                    policy,
-                    tier,
-                    Owner.here().token,
-                    time.time(),
-                ),
-            )
+        row = (
+            episode_id,
+            json.dumps(task.to_json()),
+            task.digest,
+            runtime,
+            policy,
+            tier,
+            Owner.here().token,
+            time.time(),
+        )
+        try:
+            with self._catalogue.transaction() as db:
+                db.execute("INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, 'open', ?, ?, NULL)", row)
+        except BaseException:
+            # An interrupt may come when the row is there already, and nobody will know its id.
+            with contextlib.suppress(BelayerError), self._catalogue.transaction() as db:
+                db.execute("DELETE FROM episodes WHERE id = ?", (episode_id,))
+            raise
         return episode_id
 
     def episode(self, episode_id: str) -> EpisodeRecord:

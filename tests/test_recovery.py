@@ -386,6 +386,20 @@ def test_an_action_that_takes_its_sandbox_down_each_time_is_to_blame(
     assert [step.observation for step in bench.episode.ledger.steps] == ["", "1\n"]
 
 
+def test_a_sandbox_lost_before_the_action_began_is_not_held_against_the_action(bench: Bench) -> None:
+    """It used to be: a kill at rest and two in mid-command, and the action was to blame."""
+    bench.told("A=1")
+    bench.episode.checkpoint()
+    for _ in range(4):
+        bench.faults.arm("run", "before", "kill")
+    for _ in range(ACTION_ATTEMPTS - 1):
+        bench.faults.arm("run", "after", "kill")
+    bench.episode.sandbox.kill()
+    bench.told("A=$((A+3)); echo $A")
+    assert bench.episode.ledger.steps[-1].observation == "4\n"
+    assert len(bench.faults.hits) == 4 + ACTION_ATTEMPTS - 1
+
+
 def test_forks_of_an_episode_with_a_rollback_to_tell_are_told_too(bench: Bench) -> None:
     """They used to go on with a context that their sandboxes contradicted."""
     bench.told("A=1", RANDOM, "echo $A")

@@ -136,6 +136,24 @@ def test_an_episode_is_found_again_by_another_store_object(store: Store, root: P
         assert other.load_ledger(episode_id).steps == steps
 
 
+def test_an_interrupt_as_an_episode_begins_leaves_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogue, calls = store._catalogue, []
+    transaction = catalogue.transaction
+
+    @contextlib.contextmanager
+    def interrupted_after_commit(*, write: bool = True) -> Iterator[sqlite3.Connection]:
+        with transaction(write=write) as db:
+            yield db
+        calls.append(write)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalogue, "transaction", interrupted_after_commit)
+    with pytest.raises(KeyboardInterrupt):
+        store.begin_episode(TASK, runtime="runc", policy="never", tier=Tier.FULL)
+    assert store.episodes() == []
+
+
 def test_wrong_episodes_and_steps_are_refused(store: Store) -> None:
     episode_id = begin(store)
     calls: list[Callable[[str], object]] = [
