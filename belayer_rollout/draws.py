@@ -49,9 +49,7 @@ class Draw:
         """The draw at ``position`` of a request with these parameters (whose seed is set)."""
         if params.seed is None:
             raise ValueError("a draw that can be repeated needs a seed")
-        return cls(
-            params.seed, position, params.temperature, params.top_p, params.top_k, params.min_p
-        )  # fmt: skip
+        return cls(params.seed, position, params.temperature, params.top_p, params.top_k, params.min_p)
 
 
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

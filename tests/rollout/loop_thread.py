@@ -17,7 +17,7 @@ class LoopThread:
         self._thread.start()
         return self
 
-    def run(self, coroutine: Coroutine[Any, Any, T], deadline_s: float = 110.0) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline_s: float = 300.0) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(deadline_s)
 
     def __exit__(self, *error: object) -> None:

@@ -22,13 +22,13 @@ from belayer_rollout.types import SamplingParams
 from tests.rollout.streams import prompts, stream
 from tests.rollout.test_vllm_worker import TINY
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
 
 # More tokens than a test waits for: whatever ends these streams is the fault.
 LONG = SamplingParams(max_tokens=480, temperature=0.0, seed=0, ignore_eos=True)
 PROMPTS = prompts(3)
 
-WATCHDOG_S = 30.0
+WATCHDOG_S = 60.0
 """What a stream without tokens would be given up after; the tests wait no longer than this for a fault."""
 
 OURS = [

@@ -23,9 +23,9 @@ from belayer_rollout.models import ensure_model
 from belayer_rollout.types import EngineRequest, SamplingParams
 from tests.rollout.streams import prompts
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
 
-START_S = 240.0
+START_S = 350.0
 
 
 def free_port() -> int:

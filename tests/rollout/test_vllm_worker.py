@@ -20,7 +20,8 @@ from belayer_rollout.types import SamplingParams
 from tests.rollout.loop_thread import LoopThread
 from tests.rollout.streams import prompts, stream, streams
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+# A start takes 15 s on an idle host, and ten times that on a crowded one.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
 
 TINY: dict[str, Any] = {
     "dtype": "float32",
@@ -52,7 +53,7 @@ def worker(loop: LoopThread) -> Iterator[VllmWorker]:
         weight_version=3,
     )
     try:
-        loop.run(made.start())
+        loop.run(made.start(), deadline_s=380.0)
         yield made
     finally:
         loop.run(made.close())
