@@ -1,0 +1,277 @@
+"""A tiny model learns a container task by GRPO (TRL), on a CPU, while its containers are killed all along.
+
+python examples/trl_grpo_container.py                        one training run, no faults
+python examples/trl_grpo_container.py --faults 0.1           each command meets a killed container with chance 0.1
+python examples/trl_grpo_container.py --faults 0.1 --plain   the same, on an env that does not recover
+python examples/trl_grpo_container.py --faults 0.1 --seeds 3 --plot curves.png       all three arms, and a picture
+
+The model speaks words, and each word is a command. To earn the whole reward it must, in order, make a directory, go
+there, set a variable to the colour that the prompt names, start a process in the background, and seal all that into a
+file: state in files, in the shell and in processes, over five turns, all of it gone if the container is.
+
+The plain env does what a wrapper around a container does without Belayer: where its container is found dead, it
+starts a fresh one, runs the command there, and says nothing.
+"""
+# ruff: noqa: T201
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from belayer_integrations.trl import container_reward, make_rollout_func
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
+
+from belayer_env import ContainerEnv, Task, paths
+from belayer_env.ledger import Ledger
+from belayer_env.sandbox.base import Sandbox
+
+COLOURS = ("red", "blue")
+COMMANDS = {
+    "make": "mkdir work",
+    "enter": "cd /root/work",
+    "red": "colour=red",
+    "blue": "colour=blue",
+    "serve": "kill -0 $! || { sleep 1000 & }",
+    "seal": '[ "$PWD" = /root/work ] && kill -0 $! && [ -n "$colour" ] && echo $colour >seal',
+    "leave": "cd /root",
+    "forget": "[ -n \"$colour\" ] && unset colour",
+    "stop": "kill $!",
+    "wait": "true",
+}  # fmt: skip
+MAX_TURNS = 8
+WORDS = ["<pad>", "<end>", "<unknown>", "wanted:", "ok", "no", *COMMANDS]
+
+
+@dataclass(frozen=True)
+class SealReward:
+    """A quarter each for the directory, the right colour in the shell, the process, and the seal."""
+
+    colour: str
+
+    def __call__(self, sandbox: Sandbox, ledger: Ledger) -> tuple[float, bool]:
+        """Asked in the sandbox's own shell, as the state is there."""
+        checks = (
+            "[ -d /root/work ]",
+            f'[ "$colour" = {self.colour} ]',
+            "kill -0 $!",
+            f'[ "$(cat /root/work/seal)" = {self.colour} ]',
+        )
+        asked = "; ".join(f"{{ {check}; }} 2>/dev/null && echo y" for check in checks)
+        score = sandbox.run(asked).output.count("y") / len(checks)
+        return score, score == 1.0
+
+
+def task_of(prompt: Any, *, is_plain: bool) -> Task:
+    """The container task of a prompt ("wanted: red")."""
+    return Task(
+        image=f"rootfs:{paths.test_image()}",
+        reward=SealReward(prompt.split()[-1]),
+        replay="never" if is_plain else "always",
+    )
+
+
+def command_of(text: str) -> str | None:
+    """A word of the model as a command that says "ok" or "no"."""
+    command = COMMANDS.get(text.strip())
+    return f"{{ {command}; }} >/dev/null 2>&1 && echo ok || echo no" if command else "echo no"
+
+
+@dataclass
+class Drills:
+    """Faults to come, and what came of them."""
+
+    rate: float = 0.0
+    seed: int = 0
+    kills: int = 0
+    episodes: int = 0
+    corrupted: int = 0
+    numbers: Any = field(default_factory=itertools.count)
+
+
+class DrilledEnv(ContainerEnv):
+    """A container env whose container is killed now and then: before a command, or while it runs."""
+
+    def __init__(self, task: Task, *, drills: Drills, **options: Any) -> None:
+        super().__init__(task, **options)
+        self.drills = drills
+        self.draw = random.Random(f"{drills.seed} {next(drills.numbers)}")
+        drills.episodes += 1
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """A step, and perhaps a fault."""
+        if self.draw.random() < self.drills.rate:
+            self.drills.kills += 1
+            if self.draw.random() < 0.5:
+                self.episode.sandbox.kill()
+            else:
+                threading.Timer(self.draw.uniform(0.0, 0.003), self.episode.sandbox.kill).start()
+        return super().step(action)
+
+
+class PlainEnv(DrilledEnv):
+    """Without Belayer's recovery: a fresh container takes the dead one's place, and the episode goes on in it."""
+
+    is_corrupted = False
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """A step; after a fault, in an empty container."""
+        result = super().step(action)
+        while "rollback" in result[-1]:
+            if not self.is_corrupted:
+                self.is_corrupted = True
+                self.drills.corrupted += 1
+            result = ContainerEnv.step(self, action)
+        return result
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One training run. ``rewards``: the mean of each batch. ``final``: of the last ten. ``tested``: of the trained
+    model, without faults."""
+
+    arm: str
+    seed: int
+    rewards: list[float]
+    final: float
+    tested: float
+    episodes: int
+    kills: int
+    recoveries: int
+    rollbacks: int
+    corrupted: int
+    lost: int
+    seconds: float
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word is a token."""
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unknown>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>"
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """About a hundred thousand parameters, as they come."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+
+
+def last(rewards: Sequence[float]) -> float:
+    """The reward is a state's: that of an episode is its last."""
+    return rewards[-1] if rewards else 0.0
+
+
+def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> Run:
+    """One training run."""
+    started_s = time.monotonic()
+    drills = Drills(rate=faults, seed=seed)
+    rollout = make_rollout_func(
+        partial(task_of, is_plain=is_plain),
+        max_turns=MAX_TURNS,
+        max_turn_tokens=1,
+        parse_action=command_of,
+        total=last,
+        env=partial(PlainEnv if is_plain else DrilledEnv, drills=drills),
+        policy="never" if is_plain else "adaptive",
+    )
+    counts = {"container_recoveries": 0, "container_rollbacks": 0, "lost": 0}
+
+    def rollout_func(prompts: list[Any], trainer: Any) -> Any:
+        result = rollout(prompts, trainer)
+        for name in ("container_recoveries", "container_rollbacks"):
+            counts[name] += sum(result[name])
+        counts["lost"] += sum(reward is None for reward in result["container_reward"])
+        return result
+
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    prompts = [f"wanted: {colour}" for colour in COLOURS]
+    trainer = GRPOTrainer(
+        model=make_model(tokenizer),
+        processing_class=tokenizer,
+        reward_funcs=container_reward,
+        rollout_func=rollout_func,
+        train_dataset=Dataset.from_dict({"prompt": prompts * 50}),
+        args=GRPOConfig(
+            output_dir="unused",
+            max_steps=steps,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=2 * MAX_TURNS,
+            learning_rate=5e-3,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=5,
+            seed=seed,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    counted = Drills(**asdict(drills) | {"numbers": None})
+    drills.rate = 0.0
+    tested = rollout(prompts * 16, trainer)["container_reward"]
+    rollout.close()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return Run(
+        arm=arm,
+        seed=seed,
+        rewards=rewards,
+        final=statistics.fmean(rewards[-10:]),
+        tested=statistics.fmean(reward for reward in tested if reward is not None),
+        episodes=counted.episodes,
+        kills=counted.kills,
+        recoveries=counts["container_recoveries"],
+        rollbacks=counts["container_rollbacks"],
+        corrupted=counted.corrupted,
+        lost=counts["lost"],
+        seconds=time.monotonic() - started_s,
+    )
+
+
+def main() -> None:
+    """Read the command line, and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=float, default=0.0, metavar="RATE", help="kills per command")
+    parser.add_argument("--plain", action="store_true", help="an env that does not recover")
+    parser.add_argument("--steps", type=int, default=80, help="optimiser steps, each a batch of 16 episodes")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    given = parser.parse_args()
+    for seed in range(given.seed, given.seed + given.seeds):
+        run = train(seed=seed, steps=given.steps, faults=given.faults, is_plain=given.plain, arm="x")
+        print(json.dumps(asdict(run)))
+
+
+if __name__ == "__main__":
+    main()
