@@ -5,9 +5,9 @@ python examples/trl_grpo_container.py --faults 0.1           each command meets 
 python examples/trl_grpo_container.py --faults 0.1 --plain   the same, on an env that does not recover
 python examples/trl_grpo_container.py --faults 0.1 --seeds 3 --plot curves.png       all three arms, and a picture
 
-The model speaks words, and each word is a command. To earn the whole reward it must, in order, make a directory, go
-there, set a variable to the colour that the prompt names, start a process in the background, and seal all that into a
-file: state in files, in the shell and in processes, over five turns, all of it gone if the container is.
+The model speaks words, and each word is a command. To earn the whole reward it must make a directory, go there, set a
+variable, start a process in the background, and then seal all that into a file: state in files, in the shell and in
+processes, over five turns, all of it gone if the container is.
 
 The plain env does what a wrapper around a container does without Belayer: where its container is found dead, it
 starts a fresh one, runs the command there, and says nothing.
@@ -33,56 +33,46 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from belayer_env import ContainerEnv, Task, paths
 from belayer_env.ledger import Ledger
 from belayer_env.sandbox.base import Sandbox
 
-COLOURS = ("red", "blue")
 COMMANDS = {
     "make": "mkdir work",
     "enter": "cd /root/work",
-    "red": "colour=red",
-    "blue": "colour=blue",
+    "name": "colour=red",
     "serve": "kill -0 $! || { sleep 1000 & }",
     "seal": '[ "$PWD" = /root/work ] && kill -0 $! && [ -n "$colour" ] && echo $colour >seal',
     "leave": "cd /root",
-    "forget": "[ -n \"$colour\" ] && unset colour",
+    "forget": '[ -n "$colour" ] && unset colour',
     "stop": "kill $!",
     "wait": "true",
-}  # fmt: skip
+}
+CHECKS = (
+    "[ -d /root/work ]",
+    '[ "$PWD" = /root/work ]',
+    '[ "$colour" = red ]',
+    "kill -0 $!",
+    '[ "$(cat /root/work/seal)" = red ]',
+)
 MAX_TURNS = 8
-WORDS = ["<pad>", "<end>", "<unknown>", "wanted:", "ok", "no", *COMMANDS]
+WORDS = ["<pad>", "<end>", "<unknown>", "begin", "ok", "no", *COMMANDS]
 
 
-@dataclass(frozen=True)
-class SealReward:
-    """A quarter each for the directory, the right colour in the shell, the process, and the seal."""
-
-    colour: str
-
-    def __call__(self, sandbox: Sandbox, ledger: Ledger) -> tuple[float, bool]:
-        """Asked in the sandbox's own shell, as the state is there."""
-        checks = (
-            "[ -d /root/work ]",
-            f'[ "$colour" = {self.colour} ]',
-            "kill -0 $!",
-            f'[ "$(cat /root/work/seal)" = {self.colour} ]',
-        )
-        asked = "; ".join(f"{{ {check}; }} 2>/dev/null && echo y" for check in checks)
-        score = sandbox.run(asked).output.count("y") / len(checks)
-        return score, score == 1.0
+def reward(sandbox: Sandbox, ledger: Ledger) -> tuple[float, bool]:
+    """A fifth for each check; asked in the sandbox's own shell, as that is where the state is."""
+    asked = "; ".join(f"{{ {check}; }} 2>/dev/null && echo y" for check in CHECKS)
+    score = sandbox.run(asked).output.count("y") / len(CHECKS)
+    return score, score == 1.0
 
 
 def task_of(prompt: Any, *, is_plain: bool) -> Task:
-    """The container task of a prompt ("wanted: red")."""
-    return Task(
-        image=f"rootfs:{paths.test_image()}",
-        reward=SealReward(prompt.split()[-1]),
-        replay="never" if is_plain else "always",
-    )
+    """The one task there is."""
+    image = f"rootfs:{paths.test_image()}"
+    return Task(image=image, reward=reward, replay="never" if is_plain else "always")
 
 
 def command_of(text: str) -> str | None:
@@ -213,13 +203,12 @@ def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> 
 
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    prompts = [f"wanted: {colour}" for colour in COLOURS]
     trainer = GRPOTrainer(
         model=make_model(tokenizer),
         processing_class=tokenizer,
         reward_funcs=container_reward,
         rollout_func=rollout_func,
-        train_dataset=Dataset.from_dict({"prompt": prompts * 50}),
+        train_dataset=Dataset.from_dict({"prompt": ["begin"] * 100}),
         args=GRPOConfig(
             output_dir="unused",
             max_steps=steps,
@@ -237,10 +226,11 @@ def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> 
             disable_tqdm=True,
         ),
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     counted = Drills(**asdict(drills) | {"numbers": None})
     drills.rate = 0.0
-    tested = rollout(prompts * 16, trainer)["container_reward"]
+    tested = rollout(["begin"] * 32, trainer)["container_reward"]
     rollout.close()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     return Run(
