@@ -1,16 +1,17 @@
 """A tiny model learns a container task by GRPO (TRL), on a CPU, while its containers are killed all along.
 
-python examples/trl_grpo_container.py                        one training run, no faults
-python examples/trl_grpo_container.py --faults 0.1           each command meets a killed container with chance 0.1
+python examples/trl_grpo_container.py                        one training run
+python examples/trl_grpo_container.py --faults 0.1           of ten commands, one finds its container killed
 python examples/trl_grpo_container.py --faults 0.1 --plain   the same, on an env that does not recover
-python examples/trl_grpo_container.py --faults 0.1 --seeds 3 --plot curves.png       all three arms, and a picture
+python examples/trl_grpo_container.py --faults 0.1 --seeds 3 --plot curves.png      all three, and a picture
 
-The model speaks words, and each word is a command. To earn the whole reward it must make a directory, go there, set a
-variable, start a process in the background, and then seal all that into a file: state in files, in the shell and in
-processes, over five turns, all of it gone if the container is.
+The model speaks words, and each word is a command. To earn the whole reward it must make a directory, go
+there, set a variable, write the variable to a file there, and start a process: state in files, in the shell
+and in processes, over five turns, and all of it gone if the container is.
 
-The plain env does what a wrapper around a container does without Belayer: where its container is found dead, it
-starts a fresh one, runs the command there, and says nothing.
+The plain env does what a wrapper around a container does without Belayer: where its container is found dead,
+it starts a fresh one, runs the command there, and says nothing. The model's context then tells of a state
+that is not there: the trajectory is corrupted.
 """
 # ruff: noqa: T201
 
@@ -44,21 +45,19 @@ COMMANDS = {
     "make": "mkdir work",
     "enter": "cd /root/work",
     "name": "colour=red",
+    "write": '[ "$PWD" = /root/work ] && echo "$colour" >seal',
     "serve": "kill -0 $! || { sleep 1000 & }",
-    "seal": '[ "$PWD" = /root/work ] && kill -0 $! && [ -n "$colour" ] && echo $colour >seal',
-    "leave": "cd /root",
-    "forget": '[ -n "$colour" ] && unset colour',
-    "stop": "kill $!",
     "wait": "true",
 }
 CHECKS = (
     "[ -d /root/work ]",
     '[ "$PWD" = /root/work ]',
     '[ "$colour" = red ]',
-    "kill -0 $!",
     '[ "$(cat /root/work/seal)" = red ]',
+    "kill -0 $!",
 )
 MAX_TURNS = 8
+ITERATIONS = 3  # over each batch: containers cost more than this model's gradients
 WORDS = ["<pad>", "<end>", "<unknown>", "begin", "ok", "no", *COMMANDS]
 
 
@@ -114,7 +113,7 @@ class DrilledEnv(ContainerEnv):
 
 
 class PlainEnv(DrilledEnv):
-    """Without Belayer's recovery: a fresh container takes the dead one's place, and the episode goes on in it."""
+    """Without recovery: a fresh container takes the dead one's place, and the episode goes on in it."""
 
     is_corrupted = False
 
@@ -131,8 +130,9 @@ class PlainEnv(DrilledEnv):
 
 @dataclass(kw_only=True)
 class Run:
-    """One training run. ``rewards``: the mean of each batch. ``final``: of the last ten. ``tested``: of the trained
-    model, without faults."""
+    """One training run. ``rewards``: the mean of each batch; ``final``: of the last ten. ``tested``: the mean
+    of 32 episodes of the trained model, without faults. ``corrupted``: trajectories that went on in an empty
+    container; ``lost``: those that failed."""
 
     arm: str
     seed: int
@@ -179,8 +179,13 @@ def last(rewards: Sequence[float]) -> float:
     return rewards[-1] if rewards else 0.0
 
 
-def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> Run:
-    """One training run."""
+def mean(rewards: Sequence[float | None]) -> float:
+    """Of the trajectories that count."""
+    return statistics.fmean(reward for reward in rewards if reward is not None)
+
+
+def train(*, arm: str, seed: int, batches: int, faults: float, is_plain: bool) -> Run:
+    """One training run, of as many batches of 16 episodes."""
     started_s = time.monotonic()
     drills = Drills(rate=faults, seed=seed)
     rollout = make_rollout_func(
@@ -192,10 +197,12 @@ def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> 
         env=partial(PlainEnv if is_plain else DrilledEnv, drills=drills),
         policy="never" if is_plain else "adaptive",
     )
+    rewards: list[float] = []
     counts = {"container_recoveries": 0, "container_rollbacks": 0, "lost": 0}
 
     def rollout_func(prompts: list[Any], trainer: Any) -> Any:
         result = rollout(prompts, trainer)
+        rewards.append(mean(result["container_reward"]))
         for name in ("container_recoveries", "container_rollbacks"):
             counts[name] += sum(result[name])
         counts["lost"] += sum(reward is None for reward in result["container_reward"])
@@ -211,13 +218,14 @@ def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> 
         train_dataset=Dataset.from_dict({"prompt": ["begin"] * 100}),
         args=GRPOConfig(
             output_dir="unused",
-            max_steps=steps,
+            max_steps=batches * ITERATIONS,
             per_device_train_batch_size=16,
-            num_generations=8,
+            num_generations=16,
             max_completion_length=2 * MAX_TURNS,
-            learning_rate=5e-3,
+            num_iterations=ITERATIONS,
+            learning_rate=2e-3,
             lr_scheduler_type="constant_with_warmup",
-            warmup_steps=5,
+            warmup_steps=15,
             seed=seed,
             logging_steps=1,
             save_strategy="no",
@@ -232,13 +240,12 @@ def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> 
     drills.rate = 0.0
     tested = rollout(["begin"] * 32, trainer)["container_reward"]
     rollout.close()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     return Run(
         arm=arm,
         seed=seed,
         rewards=rewards,
         final=statistics.fmean(rewards[-10:]),
-        tested=statistics.fmean(reward for reward in tested if reward is not None),
+        tested=mean(tested),
         episodes=counted.episodes,
         kills=counted.kills,
         recoveries=counts["container_recoveries"],
@@ -249,18 +256,82 @@ def train(*, seed: int, steps: int, faults: float, is_plain: bool, arm: str) -> 
     )
 
 
+def table(runs: Sequence[Run]) -> str:
+    """What came of each arm, as Markdown: the mean over its seeds, and the least and the greatest."""
+    lines = [
+        "| | reward, last ten batches | trained model, no faults | kills | recovered | corrupted | lost | of |",
+        "| --- " * 8 + "|",
+    ]
+    for arm in dict.fromkeys(run.arm for run in runs):
+        of_arm = [run for run in runs if run.arm == arm]
+        means = [
+            f"{statistics.fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+            for values in ([run.final for run in of_arm], [run.tested for run in of_arm])
+        ]
+        names = ("kills", "recoveries", "corrupted", "lost", "episodes")
+        sums = [str(sum(getattr(run, name) for run in of_arm)) for name in names]
+        lines.append(f"| {' | '.join([arm, *means, *sums])} |")
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """A curve an arm: the mean over its seeds, five batches at a time, and from the least to the greatest."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for arm in dict.fromkeys(run.arm for run in runs):
+        curves = [
+            [statistics.fmean(run.rewards[max(0, at - 4) : at + 1]) for at in range(len(run.rewards))]
+            for run in runs
+            if run.arm == arm
+        ]
+        batches = range(1, len(curves[0]) + 1)
+        columns = list(zip(*curves, strict=True))
+        style = "--" if "Belayer" in arm else "-"  # it may lie on the one without faults
+        (line,) = axes.plot(batches, [statistics.fmean(column) for column in columns], style, label=arm)
+        low, high = [min(column) for column in columns], [max(column) for column in columns]
+        axes.fill_between(batches, low, high, alpha=0.15, color=line.get_color())
+    axes.set(xlabel="batches of 16 episodes", ylabel="mean reward", ylim=(0, 1.02))
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
     """Read the command line, and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=float, default=0.0, metavar="RATE", help="kills per command")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--faults", type=float, default=0.0, metavar="RATE", help="chance of a kill, a command"
+    )
     parser.add_argument("--plain", action="store_true", help="an env that does not recover")
-    parser.add_argument("--steps", type=int, default=80, help="optimiser steps, each a batch of 16 episodes")
+    parser.add_argument("--batches", type=int, default=70, help="of 16 episodes each")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="run all three arms, and draw their curves")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append each run, a line of JSON")
     given = parser.parse_args()
-    for seed in range(given.seed, given.seed + given.seeds):
-        run = train(seed=seed, steps=given.steps, faults=given.faults, is_plain=given.plain, arm="x")
-        print(json.dumps(asdict(run)))
+    belayer = ("faults, with Belayer", given.faults, False)
+    plain = ("faults, plain env", given.faults, True)
+    calm = ("no faults", 0.0, False)
+    one = plain if given.plain else belayer if given.faults else calm
+    runs = []
+    for seed in range(given.seeds):
+        for arm, faults, is_plain in (calm, belayer, plain) if given.plot else (one,):
+            run = train(arm=arm, seed=seed, batches=given.batches, faults=faults, is_plain=is_plain)
+            print(
+                f"{arm}, seed {seed}: {run.rewards[0]:.2f} -> {run.final:.2f}, {run.seconds:.0f} s",
+                flush=True,
+            )
+            runs.append(run)
+            if given.json:
+                with given.json.open("a") as file:
+                    print(json.dumps(asdict(run)), file=file)
+    print(table(runs))
+    if given.plot:
+        plot(runs, given.plot)
 
 
 if __name__ == "__main__":

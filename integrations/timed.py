@@ -1,7 +1,7 @@
-"""A container env whose calls run in threads of their own, so that whoever waits for one can stop waiting. Seconds.
+"""A container env whose calls run in threads of their own, so that their waiter can stop waiting. Seconds.
 
-A trainer's batch must not wait for ever for one episode. Python cannot end a thread, but a step that waits for
-its container ends when the container dies: that is how `close` ends one that nobody waits for any more.
+A trainer's batch must not wait for ever for one episode. Python cannot end a thread, but a step that waits
+for its container ends when the container dies: that is how `close` ends one that nobody waits for any more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From prompts and observations to token ids, as the trainer's own tokenizer and chat template would have them."""
+"""From prompts and observations to token ids, by the trainer's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DUMMY: tuple[Mapping[str, Any], ...] = (
 
 
 def add_to_prompt(prompt: Prompt, observation: str) -> Prompt:
-    """A reset's observation at the end of the prompt's text, or of its last message, where TRL puts it too."""
+    """A reset's observation after the prompt's text, or after its last message's, where TRL puts it too."""
     if not observation:
         return prompt
     if isinstance(prompt, str):
@@ -49,8 +49,8 @@ class Encoder:
         return self._render(prompt, add_generation_prompt=True)
 
     def observation(self, prompt: Prompt, text: str) -> list[int]:
-        """What follows a turn of the model: the observation, in the form that the prompt has, up to where the model
-        is to speak again. Nothing that was sampled is encoded anew."""
+        """What follows a turn of the model: the observation, in the form that the prompt has, up to where the
+        model is to speak again. Nothing that was sampled is encoded anew."""
         if isinstance(prompt, str):
             return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
         # The tail that a template appends to a conversation, found on a dummy one.
@@ -62,8 +62,8 @@ class Encoder:
         head = head[: last_end + 1]
         if whole[: len(head)] != head:
             raise ValueError(
-                "the chat template changes earlier messages when one is added, so that a context cannot grow by its "
-                "tail: give make_rollout_func(encode_observation=...)"
+                "the chat template changes earlier messages when one is added, so that a context cannot "
+                "grow by its tail: give make_rollout_func(encode_observation=...)"
             )
         return whole[len(head) :]
 

@@ -1,8 +1,8 @@
-"""TRL's `environment_factory`: a shell in a container as a tool, for the trainer's own loop of tool calls. Seconds.
+"""TRL's `environment_factory`: a shell in a container as a tool, for TRL's loop of tool calls. Seconds.
 
-TRL makes an environment for each sample of a batch and keeps them for later batches; it turns whatever a tool raises
-into an observation, ends the training where a reset raises, and closes nothing. So nothing here raises, a failed
-episode has reward None, and environments end with their factory, or with the process.
+TRL makes an environment for each sample of a batch and keeps them for later batches; it turns whatever a tool
+raises into an observation, ends the training where a reset raises, and closes nothing. So nothing here
+raises, a failed episode has reward None, and environments end with their factory, or with the process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from belayer_integrations.timed import TimedEnv
+
 from belayer_env import ContainerEnv, Task
 from belayer_env.policy import CheckpointPolicy
 from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.store import Store
-from belayer_integrations.timed import TimedEnv
 
 __all__ = ["ContainerEnvironment", "EnvironmentFactory", "environment_factory"]
 
@@ -40,9 +41,9 @@ def environment_factory(
     standby: bool = False,
     store: Store | str | Path | None = None,
 ) -> EnvironmentFactory:
-    """An ``environment_factory`` for `trl.GRPOTrainer`. ``task_of``: from a row of the data set to its task, whose
-    instruction TRL adds to the prompt, and whose reward is the environment's. Options as in `make_rollout_func`.
-    Close the factory after training, or use it as a context manager."""
+    """An ``environment_factory`` for `trl.GRPOTrainer`. ``task_of``: from a row of the data set to its task,
+    whose instruction TRL adds to the prompt, and whose reward is the environment's. Options as in
+    `make_rollout_func`. Close the factory after training, or use it as a context manager."""
     options = {"runtime": runtime, "policy": policy, "standby": standby, "store": store}
     return EnvironmentFactory(lambda row: env(task_of(row), **options), reset_timeout_s, step_timeout_s)
 
@@ -78,7 +79,7 @@ class EnvironmentFactory:
 
 
 class ContainerEnvironment:
-    """What TRL sees: public methods are tools for the model, so that there is but one, beside the two TRL knows."""
+    """What TRL sees. Every public method is a tool for the model, but `reset` and `get_reward`."""
 
     def __init__(self, episode: _Episode) -> None:
         self._episode = episode
@@ -168,7 +169,7 @@ class _Episode:
             if future.done():
                 return future.result()
             raise TimeoutError(f"the {what} took longer than {what}_timeout_s={timeout_s:g}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this episode's end alone
+        except Exception as error:  # whatever it is, it is this episode's end alone
             self.error = f"{type(error).__name__}: {error}"
             log.warning("an episode has failed in its %s: %s", what, self.error, exc_info=error)
             self._env.close()

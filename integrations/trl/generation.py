@@ -21,8 +21,8 @@ class Turn(NamedTuple):
 
 
 class TurnRequest(NamedTuple):
-    """``token_ids``: the context. ``max_tokens``: of the turn. ``sample``: which sample of the batch it is of; ``seed``
-    is that sample's own, the same for all its turns."""
+    """``token_ids``: the context. ``max_tokens``: of the turn. ``sample``: which sample of the batch it is
+    of; ``seed`` is that sample's own, the same for all its turns."""
 
     token_ids: Sequence[int]
     max_tokens: int
@@ -39,11 +39,11 @@ class TrainerUnavailable(SetupError):
 
 
 def trainer_model(trainer: Any) -> Generate:
-    """Generation by the very model that a `trl.GRPOTrainer` trains, with the sampling that its config asks for.
+    """Generation by the very model that a `trl.GRPOTrainer` trains, sampling as its config says.
 
-    Each sample draws from random streams of its own, so that what it says does not depend on which of its siblings
-    are still there. The logprobs are those that the trainer computes: of the logits over the temperature, before
-    filters such as top-p. Lives for one rollout.
+    Each sample draws from random streams of its own, so that what it says does not depend on which of its
+    siblings are still there. The logprobs are those that the trainer computes: of the logits over the
+    temperature, before filters such as top-p. Lives for one rollout.
 
     Raises:
         TrainerUnavailable: torch, transformers or TRL is not installed."""
@@ -73,7 +73,7 @@ def trainer_model(trainer: Any) -> Generate:
         shape.append(warpers.MinPLogitsWarper(given.min_p))
     num_turns: Counter[int] = Counter()
 
-    class Draw(warpers.LogitsProcessor):  # type: ignore[misc]
+    class Draw(warpers.LogitsProcessor):
         """One token a row, from the row's own stream; keeps the logprob of each."""
 
         def __init__(self, streams: Sequence[random.Random]) -> None:

@@ -1,7 +1,7 @@
 """TRL's `rollout_func`: whole batches of multi-turn episodes in containers. Seconds, tokens.
 
-All samples go in step: one batched generation, then all their commands at once, each in its own container. A sample
-that cannot go on leaves the batch as a failed one and takes none of its siblings with it.
+All samples go in step: one batched generation, then all their commands at once, each in its own container. A
+sample that cannot go on leaves the batch as a failed one and takes none of its siblings with it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from belayer_integrations.timed import TimedEnv
+from belayer_integrations.trl.encoding import Encoder, Prompt, add_to_prompt
+from belayer_integrations.trl.generation import Generate, Turn, TurnRequest, trainer_model
+from belayer_integrations.trl.trajectory import Rollout, Trajectory
+
 from belayer_env import ContainerEnv, Task
 from belayer_env.errors import Fault, InvalidInput
 from belayer_env.policy import CheckpointPolicy
 from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.store import Store
-from belayer_integrations.timed import TimedEnv
-from belayer_integrations.trl.encoding import Encoder, Prompt, add_to_prompt
-from belayer_integrations.trl.generation import Generate, Turn, TurnRequest, trainer_model
-from belayer_integrations.trl.trajectory import Rollout, Trajectory
 
 __all__ = ["RolloutFunc", "container_reward", "last_command", "make_rollout_func"]
 
@@ -66,19 +67,19 @@ def make_rollout_func(
 ) -> RolloutFunc:
     """A `rollout_func` for `trl.GRPOTrainer`; give the trainer `container_reward` among its ``reward_funcs``.
 
-    ``task_of``: from a prompt of the data set to its task; the task's instruction, if any, is added to the prompt's
-    last message. ``max_turns`` and ``max_turn_tokens`` bound an episode and a turn; the trainer's
-    ``max_completion_length`` bounds all of its tokens, observations too. ``parse_action``: from a turn's text to the
-    command in it, None if there is none, which ends the episode. ``encode_observation(tokenizer, text)``: the tokens
-    between two turns, by default what the chat template makes of a user's message, or just the text's. ``total``:
-    from the rewards of an episode's steps to its reward.
+    ``task_of``: from a prompt of the data set to its task; the task's instruction, if any, is added to the
+    prompt's last message. ``max_turns`` and ``max_turn_tokens`` bound an episode and a turn; the trainer's
+    ``max_completion_length`` bounds all of its tokens, observations too. ``parse_action``: from a turn's text
+    to the command in it, None if there is none, which ends the episode. ``encode_observation(tokenizer,
+    text)``: the tokens between two turns, by default what the chat template makes of a user's message, or
+    just the text's. ``total``: from the rewards of an episode's steps to its reward.
 
-    ``reset_timeout_s`` and ``step_timeout_s`` bound the wait for the slowest container, its recoveries included: a
-    sample that takes longer has failed. A failed sample has reward None (TRL leaves it out of its group's
-    baseline), no loss, and its exception's text in ``container_error``.
+    ``reset_timeout_s`` and ``step_timeout_s`` bound the wait for the slowest container, its recoveries
+    included: a sample that takes longer has failed. A failed sample has reward None (TRL leaves it out of its
+    group's baseline), no loss, and its exception's text in ``container_error``.
 
-    ``generate`` replaces generation by the trainer's own model. ``runtime``, ``policy``, ``standby`` and ``store``
-    go to ``env``.
+    ``generate`` replaces generation by the trainer's own model. ``runtime``, ``policy``, ``standby`` and
+    ``store`` go to ``env``.
 
     Raises:
         InvalidInput: a bound that is not positive."""
@@ -147,8 +148,8 @@ class _Terms:
 
 
 class RolloutFunc:
-    """Made by `make_rollout_func`; called by the trainer. Envs that were given up end in the background: `close`
-    waits for them."""
+    """Made by `make_rollout_func`; called by the trainer. Envs that were given up end in the background:
+    `close` waits for them."""
 
     def __init__(self, terms: _Terms) -> None:
         self._terms = terms
@@ -159,8 +160,7 @@ class RolloutFunc:
         """One sample a prompt (TRL has repeated each prompt ``num_generations`` times).
 
         Raises:
-            Exception: no sample's env could be made, and no fault was the cause: that is a mistake in the set-up,
-                not bad luck."""
+            Exception: no sample's env could be made, and no fault was the cause: a mistake, not bad luck."""
         batch = _Batch(self._terms, prompts, trainer)
         try:
             batch.reset()
@@ -172,7 +172,7 @@ class RolloutFunc:
         return batch.result()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait for what was given up; False if something is still there (a reward function that hangs, say)."""
+        """Wait for what was given up; False if something is still there: a reward function that hangs, say."""
         for closing in self._given_up:
             closing.join(timeout_s)
         return not any(closing.is_alive() for closing in self._given_up)
@@ -227,7 +227,9 @@ class _Batch:
         """The model's turn, and the envs' answers."""
         running = self.running()
         requests = [
-            TurnRequest(sample.trajectory.conversation.token_ids, self._room(sample), sample.number, sample.seed)
+            TurnRequest(
+                sample.trajectory.conversation.token_ids, self._room(sample), sample.number, sample.seed
+            )
             for sample in running
         ]
         turns: Sequence[Turn] = self._generate(requests)
@@ -290,8 +292,8 @@ class _Batch:
         then: Callable[[_Sample, T], None],
         errors: list[BaseException] | None = None,
     ) -> None:
-        """Wait for calls of many envs. One that raises, or takes too long, is the end of its sample alone; but an
-        interrupt is an interrupt."""
+        """Wait for calls of many envs. One that raises, or takes too long, is the end of its sample alone;
+        but an interrupt is an interrupt."""
         wait([future for _, future in calls], timeout=timeout_s)
         for sample, future in calls:
             if future.done():

@@ -1,4 +1,4 @@
-"""One sample of a rollout: its tokens, rewards and end. Pure: no env, no model, no clock. Token ids, natural logs."""
+"""One sample of a rollout: its tokens, rewards and end. Pure: no env, no model, no clock. Natural logs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from belayer_env import Conversation, Rollback
 __all__ = ["End", "Rollout", "Trajectory"]
 
 End = Literal["terminated", "turns", "tokens", "silent", "failed"]
-"""Why a trajectory is over: the task says so; the turns are used up; the tokens are; the model gave no command;
-something broke."""
+"""Why a trajectory is over: the task says so; the turns are used up; the tokens are; the model gave no
+command; something broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A finished sample as a trainer takes it: three lists, one entry a token. ``env_mask`` is 1 on the tokens that
-    the model sampled, and 0 throughout where ``reward`` is None, the mark of a sample that is not to count."""
+    """A finished sample as a trainer takes it: three lists, one entry a token. ``env_mask`` is 1 on the
+    tokens that the model sampled, and 0 throughout where ``reward`` is None, the mark of a sample that is not
+    to count."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -29,9 +30,11 @@ class Rollout:
 
 
 class Trajectory:
-    """A sample under way: turns of the model's tokens and the env's answer, cut where the env was rolled back."""
+    """A sample under way: the model's turns and the env's answers, cut where the env was rolled back."""
 
-    def __init__(self, prompt_ids: Sequence[int], *, max_turns: int, max_tokens: int, max_rollbacks: int) -> None:
+    def __init__(
+        self, prompt_ids: Sequence[int], *, max_turns: int, max_tokens: int, max_rollbacks: int
+    ) -> None:
         """``max_tokens``: of the completion, observations too."""
         self.conversation = Conversation(token_ids=prompt_ids)
         self.rewards: list[float] = []
@@ -57,7 +60,7 @@ class Trajectory:
         self.end = "silent"
 
     def observe(self, token_ids: Sequence[int], reward: float, *, is_over: bool) -> None:
-        """The env's answer to the turn. Where there is no room for it, it is left out, and that is the end."""
+        """The env's answer to the turn; left out, and the end, where there is no room for it."""
         self.rewards.append(reward)
         if is_over:
             self.end = "terminated"
