@@ -259,7 +259,7 @@ def train(*, arm: str, seed: int, batches: int, faults: float, is_plain: bool) -
 def table(runs: Sequence[Run]) -> str:
     """What came of each arm, as Markdown: the mean over its seeds, and the least and the greatest."""
     lines = [
-        "| | reward, last ten batches | trained model, no faults | kills | recovered | corrupted | lost | of |",
+        "| | last ten batches | trained model, no faults | kills | recovered | corrupted | lost | of |",
         "| --- " * 8 + "|",
     ]
     for arm in dict.fromkeys(run.arm for run in runs):
@@ -304,9 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--faults", type=float, default=0.0, metavar="RATE", help="chance of a kill, a command"
-    )
+    parser.add_argument("--faults", type=float, default=0.0, metavar="RATE", help="kills per command")
     parser.add_argument("--plain", action="store_true", help="an env that does not recover")
     parser.add_argument("--batches", type=int, default=70, help="of 16 episodes each")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
@@ -322,7 +320,7 @@ def main() -> None:
         for arm, faults, is_plain in (calm, belayer, plain) if given.plot else (one,):
             run = train(arm=arm, seed=seed, batches=given.batches, faults=faults, is_plain=is_plain)
             print(
-                f"{arm}, seed {seed}: {run.rewards[0]:.2f} -> {run.final:.2f}, {run.seconds:.0f} s",
+                f"{arm}, seed {seed}: {run.final:.2f} in {run.seconds:.0f} s",
                 flush=True,
             )
             runs.append(run)

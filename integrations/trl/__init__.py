@@ -1,4 +1,4 @@
-"""Container envs for TRL's GRPOTrainer: a rollout_func and an environment_factory. Imports no TRL by itself."""
+"""Container envs for TRL's GRPOTrainer: a rollout_func and an environment_factory. Imports no TRL itself."""
 
 from belayer_integrations.trl.environment import EnvironmentFactory, environment_factory
 from belayer_integrations.trl.generation import Generate, TrainerUnavailable, Turn, TurnRequest

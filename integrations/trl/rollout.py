@@ -172,7 +172,7 @@ class RolloutFunc:
         return batch.result()
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait for what was given up; False if something is still there: a reward function that hangs, say."""
+        """Wait for what was given up; False if some is still there: a reward that hangs, say."""
         for closing in self._given_up:
             closing.join(timeout_s)
         return not any(closing.is_alive() for closing in self._given_up)

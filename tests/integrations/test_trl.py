@@ -390,8 +390,8 @@ def test_an_interrupt_while_containers_work_passes_at_once(store: Store, image: 
 def test_the_example_learns_the_same_under_faults(
     example: ModuleType, store_dir: Path, runtime: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three batches: not the proof that it learns (docs/trl.md has that), but that faults change no reward of any
-    batch, and that nothing is left."""
+    """Three batches: not the proof that it learns (docs/trl.md has that), but that faults change no reward,
+    and that nothing is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(store_dir / "state"))
     runs = [
         example.train(arm="", seed=0, batches=3, faults=faults, is_plain=is_plain)
