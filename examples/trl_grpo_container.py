@@ -306,7 +306,7 @@ def main() -> None:
     )
     parser.add_argument("--faults", type=float, default=0.0, metavar="RATE", help="kills per command")
     parser.add_argument("--plain", action="store_true", help="an env that does not recover")
-    parser.add_argument("--batches", type=int, default=70, help="of 16 episodes each")
+    parser.add_argument("--batches", type=int, default=60, help="of 16 episodes each")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="run all three arms, and draw their curves")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each run, a line of JSON")

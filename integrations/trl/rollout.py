@@ -153,6 +153,7 @@ class RolloutFunc:
 
     def __init__(self, terms: _Terms) -> None:
         self._terms = terms
+        self._seeds: random.Random | None = None
         self._given_up: list[threading.Thread] = []
         atexit.register(self.close, _LAST_WAIT_S)
 
@@ -161,7 +162,11 @@ class RolloutFunc:
 
         Raises:
             Exception: no sample's env could be made, and no fault was the cause: a mistake, not bad luck."""
-        batch = _Batch(self._terms, prompts, trainer)
+        if self._seeds is None:
+            # From Python's own stream, which the trainer has seeded, but once: others draw from that too, and
+            # more often where there are faults.
+            self._seeds = random.Random(random.getrandbits(_SEED_BITS))
+        batch = _Batch(self._terms, prompts, trainer, self._seeds.getrandbits(_SEED_BITS))
         try:
             batch.reset()
             while batch.running():
@@ -193,14 +198,12 @@ class _Sample:
 class _Batch:
     """The samples of one call."""
 
-    def __init__(self, terms: _Terms, prompts: Sequence[Prompt], trainer: Any) -> None:
+    def __init__(self, terms: _Terms, prompts: Sequence[Prompt], trainer: Any, seed: int) -> None:
         self._terms = terms
         self._trainer = trainer
         self._encoder = Encoder(trainer)
         self._generate = terms.generate or trainer_model(trainer)
         self.given_up: list[threading.Thread] = []
-        # Python's, as the trainer has seeded it; one draw a batch, whatever becomes of its samples.
-        seed = random.getrandbits(_SEED_BITS)
         self.samples = [
             _Sample(number, seed ^ number, prompt, self._trajectory(prompt), self._env(prompt))
             for number, prompt in enumerate(prompts)

@@ -3,12 +3,12 @@ calls."""
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import importlib.util
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -379,7 +379,9 @@ def test_an_interrupt_while_containers_work_passes_at_once(store: Store, image: 
         store=store,
     )
     trainer = make_trainer(["begin"], tmp_path, rollout_func=rollout, reward_funcs=container_reward)
-    timer = threading.Timer(4.0, _thread.interrupt_main)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(4.0, signal.pthread_kill, (main, signal.SIGINT))
     began = time.monotonic()
     timer.start()
     with pytest.raises(KeyboardInterrupt):
