@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ class Turn(NamedTuple):
 
 
 class TurnRequest(NamedTuple):
-    """``token_ids``: the context. ``max_tokens``: of the turn. ``sample``: which sample of the batch it is
-    of; ``seed`` is that sample's own, the same for all its turns."""
+    """``token_ids``: the context. ``max_tokens``: of the turn. ``sample``: which of the batch it is of.
+    ``seed``: to draw this turn by; it does not depend on what became of other samples."""
 
     token_ids: Sequence[int]
     max_tokens: int
@@ -41,9 +40,9 @@ class TrainerUnavailable(SetupError):
 def trainer_model(trainer: Any) -> Generate:
     """Generation by the very model that a `trl.GRPOTrainer` trains, sampling as its config says.
 
-    Each sample draws from random streams of its own, so that what it says does not depend on which of its
+    Each request is drawn by its own seed, so that what a sample says does not depend on which of its
     siblings are still there. The logprobs are those that the trainer computes: of the logits over the
-    temperature, before filters such as top-p. Lives for one rollout.
+    temperature, before filters such as top-p.
 
     Raises:
         TrainerUnavailable: torch, transformers or TRL is not installed."""
@@ -71,7 +70,6 @@ def trainer_model(trainer: Any) -> Generate:
         shape.append(warpers.TopPLogitsWarper(given.top_p))
     if given.min_p:
         shape.append(warpers.MinPLogitsWarper(given.min_p))
-    num_turns: Counter[int] = Counter()
 
     class Draw(warpers.LogitsProcessor):
         """One token a row, from the row's own stream; keeps the logprob of each."""
@@ -93,8 +91,7 @@ def trainer_model(trainer: Any) -> Generate:
 
     def generate(requests: Sequence[TurnRequest]) -> list[Turn]:
         # A stream a turn: rows that have ended draw on until the longest has.
-        num_turns.update(request.sample for request in requests)
-        draw = Draw([random.Random(f"{r.seed} {num_turns[r.sample]}") for r in requests])
+        draw = Draw([random.Random(request.seed) for request in requests])
         width = max(len(request.token_ids) for request in requests)
         pad_id = given.pad_token_id
         ids = [[pad_id] * (width - len(request.token_ids)) + list(request.token_ids) for request in requests]

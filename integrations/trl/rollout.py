@@ -178,8 +178,9 @@ class RolloutFunc:
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait for what was given up; False if some is still there: a reward that hangs, say."""
+        until = time.monotonic() + timeout_s
         for closing in self._given_up:
-            closing.join(timeout_s)
+            closing.join(max(0.0, until - time.monotonic()))
         return not any(closing.is_alive() for closing in self._given_up)
 
 
@@ -188,7 +189,7 @@ class _Sample:
 
     def __init__(self, number: int, seed: int, prompt: Prompt, trajectory: Trajectory, env: TimedEnv) -> None:
         self.number = number
-        self.seed = seed
+        self.seeds = random.Random(seed)
         self.prompt = prompt
         self.trajectory = trajectory
         self.env = env
@@ -231,7 +232,10 @@ class _Batch:
         running = self.running()
         requests = [
             TurnRequest(
-                sample.trajectory.conversation.token_ids, self._room(sample), sample.number, sample.seed
+                sample.trajectory.conversation.token_ids,
+                self._room(sample),
+                sample.number,
+                sample.seeds.getrandbits(_SEED_BITS),
             )
             for sample in running
         ]
