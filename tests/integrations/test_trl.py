@@ -206,7 +206,7 @@ def c09_rollout_func(store: Store, image: str, **given: Any) -> Any:
         lambda prompt: c09_task(int(str(prompt).split()[1]), image, with_faults=with_faults),
         max_turns=4,
         max_turn_tokens=2,
-        parse_action=lambda text: f"turn {text}",
+        parse_action=lambda text: f"turn '{text}'",
         step_timeout_s=STEP_LIMIT_S,
         env=c09_env(store, image, **given),
     )
@@ -310,7 +310,7 @@ def test_tokens_masks_and_logprobs_are_those_of_the_episode(store: Store, image:
         task_of,
         max_turns=6,
         max_turn_tokens=3,
-        parse_action=lambda text: f"turn {text}",
+        parse_action=lambda text: f"turn '{text}'",
         env=Unlucky,
         policy="never",
         store=store,
@@ -329,7 +329,7 @@ def test_tokens_masks_and_logprobs_are_those_of_the_episode(store: Store, image:
         prompt, completion, mask, logprobs = (
             result[name][number] for name in ("prompt_ids", "completion_ids", "env_mask", "logprobs")
         )
-        actions = [f"turn {encoder.text(turn)}" for turn in turns_of(completion, mask, trainer)]
+        actions = [f"turn '{encoder.text(turn)}'" for turn in turns_of(completion, mask, trainer)]
         assert actions == Watched.ledgers[str(number)]
         assert len(actions) == 6
         with torch.no_grad():
