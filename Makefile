@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 VLLM := .venv-vllm
 
-.PHONY: setup demo fmt lint types test test-slow test-vllm test-nightly bench check clean
+.PHONY: setup demo fmt lint types test test-slow test-vllm test-integrations test-nightly bench check clean
 
 setup: $(VENV)/.installed
 	@$(BIN)/belayer setup
@@ -29,15 +29,20 @@ types: $(VENV)/.installed
 
 # The tests of the docker runtime need an Engine: `belayer setup --docker` starts one, as .ci/run does.
 test: lint types setup
-	$(BIN)/pytest -m "not slow and not vllm" --durations=20
+	$(BIN)/pytest -m "not slow and not vllm and not trainers" --durations=20
 
 test-slow: setup
-	$(BIN)/pytest -m "slow and not nightly and not vllm" --durations=20
+	$(BIN)/pytest -m "slow and not nightly and not vllm and not trainers" --durations=20
 
 # vLLM has an environment of its own (about 2.5 GB).
 test-vllm: $(VENV)/.installed
 	@scripts/install-vllm $(VLLM) $(PYTHON)
-	$(VLLM)/bin/python -m pytest -m "vllm and not nightly" --durations=20
+	$(VLLM)/bin/python -m pytest -m "vllm and not trainers and not nightly" --durations=20
+
+# The same environment, and OpenRLHF and TRL in it.
+test-integrations: setup
+	@scripts/install-trainers $(VLLM) $(PYTHON)
+	$(VLLM)/bin/python -m pytest -m "trainers and not nightly" --durations=20
 
 # Chaos with 300 faults, and the state machines at length.
 test-nightly: setup

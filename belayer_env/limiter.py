@@ -28,6 +28,9 @@ goes, more likely than not, to one of the latter. 32 waiters take about 2 % of a
 AGING_S = 1.0
 """Waited for so long, one looks twice as often as at first."""
 
+_LUCK = random.SystemRandom()
+"""Not the stream that programs seed: how many checkpoints were taken is not to change what they draw."""
+
 
 def default_slots() -> Path:
     """Where the slots of this user are. Not below $XDG_RUNTIME_DIR, which a cron job or `su` lacks: then one
@@ -91,7 +94,7 @@ class CheckpointLimiter:
             raise InvalidInput(f"timeout_s is 0 or more, not {timeout_s!r}")
         started = self._clock()
         # From a random one on: else all would queue for the first.
-        order = random.sample(range(self.num_slots), self.num_slots)
+        order = _LUCK.sample(range(self.num_slots), self.num_slots)
         with disk_errors(f"taking a checkpoint slot in {self.directory}"):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             while not cancelled():
@@ -103,7 +106,7 @@ class CheckpointLimiter:
                 if waited_s >= timeout_s:
                     return None
                 poll_s = max(LAST_POLL_S, FIRST_POLL_S / (1 + waited_s / AGING_S))
-                self._sleep(min(poll_s * random.uniform(0.5, 1.5), timeout_s - waited_s))
+                self._sleep(min(poll_s * _LUCK.uniform(0.5, 1.5), timeout_s - waited_s))
         return None
 
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -241,3 +242,11 @@ def test_a_program_that_the_holder_starts_does_not_keep_the_slot(one: Checkpoint
     taken(one.acquire(0)).release()
     sleeper.kill()
     sleeper.wait()
+
+
+def test_the_stream_that_programs_seed_is_left_alone(one: CheckpointLimiter) -> None:
+    """A training seeds it: faults are not to change what it draws."""
+    before = random.getstate()
+    with taken(one.acquire(1)):
+        assert one.acquire(0.02) is None
+    assert random.getstate() == before
