@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -301,18 +301,19 @@ class _Batch:
     ) -> None:
         """Wait for calls of many envs. One that raises, or takes too long, is the end of its sample alone;
         but an interrupt is an interrupt."""
-        wait([future for _, future in calls], timeout=timeout_s)
+        _await([future for _, future in calls], timeout_s)
         for sample, future in calls:
+            error: BaseException | None
             if future.done():
                 error = future.exception()
                 if error is None:
                     then(sample, future.result())
                     continue
-                if not isinstance(error, Exception):
-                    raise error
             else:
                 error = TimeoutError(f"the {what} took longer than {what}_timeout_s={timeout_s:g}")
                 self.given_up.append(sample.env.close())
+            if not isinstance(error, Exception):
+                raise error  # it came at the last moment
             text = f"{type(error).__name__}: {error}"
             log.warning("sample %d has failed in its %s: %s", sample.number, what, text, exc_info=error)
             sample.trajectory.fail(text)
@@ -340,3 +341,15 @@ class _Batch:
         if self._terms.encode_observation is not None:
             return self._terms.encode_observation(self._encoder.tokenizer, text)
         return self._encoder.observation(sample.prompt, text)
+
+
+def _await(futures: Sequence[Future[Any]], timeout_s: float) -> None:
+    """Until all are done, or the time is; at once, by raising it, if one brings an interrupt."""
+    until = time.monotonic() + timeout_s
+    pending = set(futures)
+    while pending and (left_s := until - time.monotonic()) > 0:
+        done, pending = wait(pending, timeout=left_s, return_when=FIRST_EXCEPTION)
+        for future in done:
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error

@@ -359,15 +359,21 @@ def test_an_interrupt_in_a_reward_passes_and_leaves_nothing(
         raise interrupt
 
     rollout = make_rollout_func(
-        lambda prompt: Task(image=image, reward=reward if prompt == "b" else None),
+        lambda prompt: Task(
+            image=image,
+            env={"PAUSE": "50" if prompt == "c" else "0"},
+            reward=reward if prompt == "b" else None,
+        ),
         max_turns=3,
         max_turn_tokens=1,
-        parse_action=lambda text: "true",
+        parse_action=lambda text: "sleep $PAUSE",
         store=store,
     )
     trainer = make_trainer(["begin"], tmp_path, rollout_func=rollout, reward_funcs=container_reward)
+    began = time.monotonic()
     with pytest.raises(interrupt):
         rollout(["a", "b", "c"], trainer)
+    assert time.monotonic() - began < 40  # the command of "c" takes longer
 
 
 def test_an_interrupt_while_containers_work_passes_at_once(store: Store, image: str, tmp_path: Path) -> None:
