@@ -41,16 +41,17 @@ class Stamped:
     token_ids: tuple[int, ...]
     chunks: tuple[tuple[float, str], ...]
 
-    def next_after(self, moment_s: float) -> float | None:
-        """Seconds from then to the next chunk; None if it was complete."""
-        return next((at - moment_s for at, _ in self.chunks if at > moment_s), None)
+    def gap_to_another(self, worker: str, moment_s: float) -> float | None:
+        """Seconds from then to the next chunk of another worker (what this one had under way does not count);
+        None if it was complete."""
+        return next((at - moment_s for at, who in self.chunks if at > moment_s and who != worker), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One kill -9 of the primary's EngineCore, with all requests half-way. ``swap_s``: fault seen -> shadow
-    active. ``first_token_s``: kill -> the next token of any request. ``all_requests_s``: kill -> every
-    request has given another token."""
+    """One kill -9 of the primary's EngineCore, with all requests half-way. ``detect_s``: kill -> fault seen.
+    ``swap_s``: fault seen -> shadow active. ``first_token_s``: kill -> its first token, of any request.
+    ``all_requests_s``: kill -> its first token of every request."""
 
     path: str
     detect_s: float
@@ -102,18 +103,22 @@ async def take_over(pair: ShadowPair, client: RolloutClient, num_tokens: int) ->
     await pair.wait_for(PairState.GUARDED)
     before = len(pair.history)
     killed_at: list[float] = []
+    killed_wall = 0.0
+    primary = f"{pair.name}/{pair.epoch}"
 
     def kill_half_way(total: int) -> None:
+        nonlocal killed_wall
         if total >= NUM_REQUESTS * num_tokens // 2 and not killed_at:
             killed_at.append(time.monotonic())
+            killed_wall = time.time()
             os.kill(pair.primary_processes()[0], signal.SIGKILL)
 
     played = await play(client, num_tokens, kill_half_way)
-    gaps = [gap for one in played if (gap := one.next_after(killed_at[0])) is not None]
+    gaps = [gap for one in played if (gap := one.gap_to_another(primary, killed_at[0])) is not None]
     found = pair.history[before]
     return Round(
         path=found.path,
-        detect_s=found.detect_s or 0.0,
+        detect_s=found.at - killed_wall,
         fence_s=found.fence_s,
         check_s=found.check_s,
         activate_s=found.activate_s,

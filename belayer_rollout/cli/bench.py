@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -54,7 +57,11 @@ def failover(
 
     console = Console(stderr=True)
     try:
-        with console.status("starting") as status, tempfile.TemporaryDirectory(prefix="belayer-") as scratch:
+        with (
+            console.status("starting") as status,
+            _stdout_to_stderr(),
+            tempfile.TemporaryDirectory(prefix="belayer-") as scratch,
+        ):
             report = asyncio.run(
                 _scripted(rounds, Path(scratch), status.update)
                 if engine is Engine.SCRIPTED
@@ -67,6 +74,20 @@ def failover(
     checks = report.checks.values()
     if not all(check if isinstance(check, bool) else check["met"] for check in checks):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Engines log to what is their standard output; ours is for the report."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 async def _scripted(rounds: int, scratch: Path, say: Callable[[str], Any]) -> Report:
@@ -170,8 +191,9 @@ def summarise(
         notes={
             "cold": "a fresh interpreter until the first token of a fresh engine",
             "swap": "fault seen until the shadow takes requests",
-            "first_token": "kill -9 of EngineCore until the next token of any request",
-            "all_requests": f"the same until each of {len(undisturbed)} requests has given another token",
+            "detect": "kill -9 of EngineCore until the fault is seen",
+            "first_token": "the same kill until the shadow's first token, of any request",
+            "all_requests": f"the same kill until its first token of each of {len(undisturbed)} requests",
             "journal_cost_pct": "tokens per second lost by the journal (strict), the two in turn",
         },
     )
