@@ -119,9 +119,10 @@ class PlainEnv(DrilledEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """A step; after a fault, in an empty container."""
+        had_steps = len(self.episode.ledger) > 0
         result = super().step(action)
         while "rollback" in result[-1]:
-            if not self.is_corrupted:
+            if had_steps and not self.is_corrupted:
                 self.is_corrupted = True
                 self.drills.corrupted += 1
             result = ContainerEnv.step(self, action)
@@ -259,7 +260,7 @@ def train(*, arm: str, seed: int, batches: int, faults: float, is_plain: bool) -
 def table(runs: Sequence[Run]) -> str:
     """What came of each arm, as Markdown: the mean over its seeds, and the least and the greatest."""
     lines = [
-        "| | last ten batches | trained model, no faults | kills | recovered | corrupted | lost | of |",
+        "| | last ten batches | trained model, no faults | kills | new containers | corrupted | lost | of |",
         "| --- " * 8 + "|",
     ]
     for arm in dict.fromkeys(run.arm for run in runs):
