@@ -1,5 +1,5 @@
-"""An inference worker that is killed in mid-generation, and a caller that does not notice. Needs no model: the
-two servers make up their tokens, but speak as vLLM's do."""
+"""An inference worker that is killed in mid-generation, and a caller that does not notice. It needs no model:
+the two servers make up their tokens, but speak as vLLM's do."""
 # ruff: noqa: T201
 
 import asyncio
@@ -15,7 +15,7 @@ async def main() -> None:
         workers = [HttpWorker(server.url, name=name) for name, server in servers.items()]
         async with RolloutClient(workers) as client:
             tokens = []
-            params = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
+            params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             async for chunk in client.stream([1, 2, 3], params, session="episode-3"):
                 tokens += chunk.token_ids
                 print(chunk.worker, *chunk.token_ids)
