@@ -65,3 +65,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"belayer {version('belayer')}")
         raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

@@ -144,7 +144,7 @@ async def _vllm(
                 found.append(await bench.take_over(pair, client, num_tokens))
         await pair.wait_for(PairState.GUARDED)
         say("with the journal and without")
-        speeds = await bench.journal_cost(pair, scratch / "speed.db", num_tokens, max(4, rounds))
+        speeds = await bench.journal_cost(pair, scratch / "speed.db", num_tokens // 2, max(6, rounds))
     finally:
         await pair.close()
     return summarise(model, Machine.here(), cold, undisturbed, found, speeds)
