@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from belayer_rollout.bench.tripwire import Tripwire
 from belayer_rollout.client import RolloutClient
 from belayer_rollout.pair_state import PairState
 from belayer_rollout.shadow import ShadowPair
@@ -67,12 +68,6 @@ class Round:
     token_ids: tuple[tuple[int, ...], ...]
 
 
-class OnToken(Protocol):
-    """Called for each chunk with how many tokens all requests have so far."""
-
-    def __call__(self, total: int) -> None: ...
-
-
 def prompts() -> list[list[int]]:
     """Of different lengths, and ids that both models have."""
     return [[(7 * i + 3 * j) % 250 + 1 for j in range(40 + 9 * i)] for i in range(NUM_REQUESTS)]
@@ -81,58 +76,52 @@ def prompts() -> list[list[int]]:
 async def play(
     client: RolloutClient,
     num_tokens: int,
-    on_token: OnToken | None = None,
     *,
     tag: str = "",
     times: int = 1,
 ) -> list[Stamped]:
     """All requests at once, greedily; each so many ``times``, of which the engine then takes what it can."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
-    total = 0
 
     async def one(index: int, prompt: Sequence[int]) -> Stamped:
-        nonlocal total
         tokens: list[int] = []
         chunks: list[tuple[float, str]] = []
         async for chunk in client.stream(prompt, params, session=f"{tag}{index}"):
             if chunk.token_ids:
                 chunks.append((time.monotonic(), chunk.worker))
                 tokens += chunk.token_ids
-                total += len(chunk.token_ids)
-                if on_token is not None:
-                    on_token(total)
         return Stamped(tuple(tokens), tuple(chunks))
 
     return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts() * times)))
 
 
-async def take_over(pair: ShadowPair, client: RolloutClient, num_tokens: int) -> Round:
-    """Wait until the pair has its shadow, play, and kill the primary half-way.
+async def take_over(pair: ShadowPair, wire: Tripwire, client: RolloutClient, num_tokens: int) -> Round:
+    """Wait until the pair has its shadow, play, and kill the primary half-way. ``wire``: the pair as the
+    client has it.
 
     Raises:
         RuntimeError: whenever it was killed, some request had got all its tokens already."""
     for _ in range(MOST_TRIES):
-        # What is seen here has been through the journal: where the disk is slow the engine may be far ahead.
-        if (found := await _one_kill(pair, client, num_tokens)) is not None:
+        if (found := await _one_kill(pair, wire, client, num_tokens)) is not None:
             return found
-    raise RuntimeError("the engine is always done before it is killed: is the journal's disk that slow?")
+    raise RuntimeError("the engine is always done before it is killed")
 
 
-async def _one_kill(pair: ShadowPair, client: RolloutClient, num_tokens: int) -> Round | None:
+async def _one_kill(pair: ShadowPair, wire: Tripwire, client: RolloutClient, num_tokens: int) -> Round | None:
     await pair.wait_for(PairState.GUARDED)
     before = len(pair.history)
     killed_at: list[float] = []
     killed_wall = 0.0
     primary = f"{pair.name}/{pair.epoch}"
 
-    def kill_half_way(total: int) -> None:
+    def kill() -> None:
         nonlocal killed_wall
-        if total >= NUM_REQUESTS * num_tokens // 2 and not killed_at:
-            killed_at.append(time.monotonic())
-            killed_wall = time.time()
-            os.kill(pair.primary_processes()[0], signal.SIGKILL)
+        killed_at.append(time.monotonic())
+        killed_wall = time.time()
+        os.kill(pair.primary_processes()[0], signal.SIGKILL)
 
-    played = await play(client, num_tokens, kill_half_way)
+    wire.set(NUM_REQUESTS * num_tokens // 2, kill)
+    played = await play(client, num_tokens)
     gaps = [gap for one in played if (gap := one.gap_to_another(primary, killed_at[0])) is not None]
     if len(gaps) < NUM_REQUESTS:
         return None

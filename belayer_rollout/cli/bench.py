@@ -118,6 +118,7 @@ async def _vllm(
     from belayer_bench.machine import Machine
     from belayer_rollout.bench import failover as bench
     from belayer_rollout.bench.cold import cold_start_s
+    from belayer_rollout.bench.tripwire import Tripwire
     from belayer_rollout.client import RolloutClient
     from belayer_rollout.models import ensure_model
     from belayer_rollout.pair_state import PairState
@@ -131,9 +132,10 @@ async def _vllm(
         say(f"cold start {number + 1} of {cold_starts}")
         cold.append(await asyncio.to_thread(cold_start_s, folder, bench.ENGINE_ARGS))
     pair = ShadowPair(folder, engine_args=bench.ENGINE_ARGS)
+    wire = Tripwire(pair)
     try:
         say("starting the pair")
-        async with RolloutClient([pair], journal=scratch / "tokens.db", owns_workers=False) as client:
+        async with RolloutClient([wire], journal=scratch / "tokens.db", owns_workers=False) as client:
             say("waiting for the shadow")
             await pair.wait_for(PairState.GUARDED)
             say("the undisturbed run")
@@ -141,7 +143,7 @@ async def _vllm(
             found = []
             for number in range(rounds):
                 say(f"kill {number + 1} of {rounds}")
-                found.append(await bench.take_over(pair, client, num_tokens))
+                found.append(await bench.take_over(pair, wire, client, num_tokens))
         await pair.wait_for(PairState.GUARDED)
         say("with the journal and without")
         speeds = await bench.journal_cost(pair, scratch / "speed.db", num_tokens // 2, max(6, rounds))

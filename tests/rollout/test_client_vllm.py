@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from belayer_rollout.bench.tripwire import Tripwire
 from belayer_rollout.client import RolloutClient
 from belayer_rollout.engines.http import HttpWorker
 from belayer_rollout.models import ensure_model
@@ -24,7 +25,7 @@ from tests.rollout.vllm_server import VllmServer, vllm_server
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 PROMPTS = [[(7 * i + 3 * j) % 250 + 1 for j in range(40 + 9 * i)] for i in range(8)]
-NUM_TOKENS = 96
+NUM_TOKENS = 160
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, seed=0)
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True, seed=11, exact_resume=True)
 ENGINE_ARGS = {
@@ -55,39 +56,33 @@ def pair(loop: LoopThread) -> Iterator[ShadowPair]:
 
 
 @pytest.fixture(scope="module")
-def reference(loop: LoopThread, pair: ShadowPair) -> dict[str, list[Generation]]:
+def reference(
+    loop: LoopThread, pair: ShadowPair, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Generation]]:
+    journal = tmp_path_factory.mktemp("reference") / "tokens.db"
+
     async def go() -> dict[str, list[Generation]]:
-        async with RolloutClient([pair], owns_workers=False) as client:
+        async with RolloutClient([pair], journal=journal, owns_workers=False) as client:
             return {name: await play(client, params) for name, params in PARAMS.items()}
 
     found: dict[str, list[Generation]] = loop.run(go())
     return found
 
 
-async def play(
-    client: RolloutClient, params: SamplingParams, fault: Callable[[], None] | None = None
-) -> list[Generation]:
-    """All prompts at once by streams, and what the journal has of them after; the fault comes half-way."""
-    total = 0
-    left = [fault] if fault is not None else []
+async def play(client: RolloutClient, params: SamplingParams) -> list[Generation]:
+    """All prompts at once by streams, and what the journal has of them after."""
 
     async def one(index: int, prompt: Sequence[int]) -> tuple[str, list[int], list[float]]:
-        nonlocal total
         tokens: list[int] = []
         logprobs: list[float] = []
         name = f"{id(client)}-{params.temperature}-{index}"
         async for chunk in client.stream(prompt, params, session=name, request_id=name):
             tokens += chunk.token_ids
             logprobs += chunk.logprobs
-            total += len(chunk.token_ids)
-            if left and total >= len(PROMPTS) * NUM_TOKENS // 2:
-                left.pop()()
         return name, tokens, logprobs
 
-    made = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(PROMPTS)))
-    assert not left, "the fault did not come"
     found = []
-    for name, tokens, logprobs in made:
+    for name, tokens, logprobs in await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(PROMPTS))):
         generation = await client.resume(name)
         assert (generation.token_ids, generation.logprobs) == (tuple(tokens), tuple(logprobs))
         found.append(generation)
@@ -125,16 +120,18 @@ def test_a_pairs_primary_killed_or_stopped_costs_no_token(
         processes = pair.primary_processes()
         pids = processes[:1] if victim == "core" else processes[1:]
         assert pids
-        async with RolloutClient([pair], journal=tmp_path / "tokens.db", owns_workers=False) as client:
-            return await play(client, PARAMS[way], lambda: send(pids, signum))
+        wire = Tripwire(pair)
+        wire.set(len(PROMPTS) * NUM_TOKENS // 2, lambda: send(pids, signum))
+        async with RolloutClient([wire], journal=tmp_path / "tokens.db", owns_workers=False) as client:
+            return await play(client, PARAMS[way])
 
     found = loop.run(go())
     equal(found, reference[way])
-    assert all(one.failovers >= 1 for one in found)
+    moved = [one for one in found if one.failovers]
+    assert moved, "all were done before the fault"
     assert pair.history[-1].path == "shadow"
-    for one in found:
-        assert [segment.stop for segment in one.segments][-1] == NUM_TOKENS
-        assert len({segment.worker for segment in one.segments}) == 2
+    assert all(one.segments[-1].stop == NUM_TOKENS for one in found)
+    assert all(len({segment.worker for segment in one.segments}) == 2 for one in moved)
 
 
 @pytest.fixture
@@ -164,10 +161,12 @@ def test_a_servers_requests_go_on_at_its_peer(
     async def go() -> list[Generation]:
         await pair.wait_for(PairState.GUARDED)
         http = HttpWorker(server.url, name="h", weight_version=3)
-        client = RolloutClient([http, pair], journal=tmp_path / "t.db", owns_workers=False)
+        wire = Tripwire(http)
+        wire.set(NUM_TOKENS, lambda: send(pids, signum))
+        client = RolloutClient([wire, pair], journal=tmp_path / "t.db", owns_workers=False)
         try:
             async with client:
-                return await play(client, GREEDY, lambda: send(pids, signum))
+                return await play(client, GREEDY)
         finally:
             await http.close()
 
