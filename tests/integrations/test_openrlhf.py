@@ -20,7 +20,7 @@ import pytest
 
 from belayer_env.sandbox.layers import open_layers
 from belayer_env.store import Store
-from tests.integrations.openrlhf_agent import MAX_TURN_TOKENS, MAX_TURNS, STEP_LIMIT_S, command
+from tests.integrations.openrlhf_env import MAX_TURN_TOKENS, MAX_TURNS, STEP_LIMIT_S, command
 
 pytestmark = [
     pytest.mark.trainers,
