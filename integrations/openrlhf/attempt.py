@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from belayer_env.errors import Fault
 __all__ = ["Attempt", "EngineFailed", "EpisodeLost", "Request"]
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 CLOSE_S = 30.0
 """How long an episode waits for its env to close."""
@@ -59,7 +61,10 @@ class Request:
     def prompt_ids(self, instruction: str = "") -> list[int]:
         """The prompt, and what a reset had to say; of one that is too long the end, as upstream has it."""
         room = max(1, self.max_length - (self.sampling_params.max_tokens or 1))
-        return self.encoder.text_ids(self.prompt + instruction)[-room:]
+        ids = self.encoder.text_ids(self.prompt + instruction)
+        if len(ids) > room:
+            log.warning("a prompt of %d tokens is cut to its last %d", len(ids), room)
+        return ids[-room:]
 
 
 class Attempt:
@@ -95,7 +100,6 @@ class Attempt:
             )
             while trajectory.end is None:
                 await self._turn(trajectory)
-            self._tally.steps += len(trajectory.rewards)
         except BaseException as error:
             self._is_given_up = isinstance(error, TimeoutError) or not isinstance(error, Exception)
             raise
@@ -127,6 +131,7 @@ class Attempt:
             self._tally.rollbacks += 1
             self._tally.tokens_cut += before - len(trajectory.conversation.token_ids)
             return
+        self._tally.steps += 1
         is_over = terminated or truncated
         ids: Sequence[int] = []
         if not is_over:

@@ -14,7 +14,9 @@ _FEWEST_TOKENS = 2
 
 @dataclass(slots=True)
 class Tally:
-    """What an episode met, its retries included; the same numbers for every sample, as batches want it."""
+    """What an episode met, its retries included; the same numbers for every sample, as batches want it.
+
+    ``steps``: commands that ran, those that were undone later included."""
 
     steps: int = 0
     recoveries: int = 0
