@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from belayer_integrations.openrlhf import EngineFailed
 
 from belayer_env.sandbox.layers import open_layers
 from belayer_env.store import Store
@@ -39,14 +40,10 @@ container = pytest.mark.parametrize("runtime", ["runc"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def actor() -> Iterator[Any]:
-    """A rollout actor as `create_vllm_engines` makes it, on CPUs."""
+def cluster() -> Iterator[None]:
+    """Ray, on this host, with this checkout's code in its workers."""
     import ray
-    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
-    from belayer_rollout.models import ensure_model
-
-    model = str(ensure_model("tiny"))
     ray.init(
         num_cpus=1,
         include_dashboard=False,
@@ -62,23 +59,36 @@ def actor() -> Iterator[Any]:
             }
         },
     )
-    try:
-        made = RolloutRayActor.options(num_cpus=0, num_gpus=0).remote(
-            model=model,
-            num_gpus=1,
-            distributed_executor_backend="uni",
-            agent_func_path=str(AGENT),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=16,
-            kv_cache_memory_bytes=1 << 26,
-            worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
-        )
-        ray.get(made.get_num_unfinished_requests.remote(), timeout=300)
-        yield made
-    finally:
-        ray.shutdown()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def actor(cluster: None) -> Any:
+    return new_actor()
+
+
+def new_actor() -> Any:
+    """A rollout actor as `create_vllm_engines` makes it, on CPUs."""
+    import ray
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+
+    from belayer_rollout.models import ensure_model
+
+    made = RolloutRayActor.options(num_cpus=0, num_gpus=0).remote(
+        model=str(ensure_model("tiny")),
+        num_gpus=1,
+        distributed_executor_backend="uni",
+        agent_func_path=str(AGENT),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=1 << 26,
+        worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+    )
+    ray.get(made.get_num_unfinished_requests.remote(), timeout=300)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -358,11 +368,7 @@ def test_a_cancelled_batch_leaves_no_container(actor: Any, tokenizer: Any, label
 
     label |= {"turn": "sleep 50"}
     ref = ask(actor, tokenizer, label, num_samples=2)
-    with Store(Path(label["store"])) as store:
-        until = time.monotonic() + 60
-        while len(store.homes()) < 2 and time.monotonic() < until:
-            time.sleep(0.1)
-        assert len(store.homes()) >= 2
+    wait_for_containers(label, 2)
     time.sleep(2)  # both are in their commands, or about to be
     began = time.monotonic()
     ray.cancel(ref)
@@ -371,6 +377,34 @@ def test_a_cancelled_batch_leaves_no_container(actor: Any, tokenizer: Any, label
     assert time.monotonic() - began < 8
     (after,) = samples(actor, tokenizer, [label | {"turn": ""}])
     assert "error" not in after
+
+
+@container
+def test_a_dead_engine_ends_the_batch_and_leaves_no_container(
+    cluster: None, tokenizer: Any, label: dict[str, Any]
+) -> None:
+    import psutil
+    import ray
+
+    doomed = new_actor()
+    pid = ray.get(doomed.__ray_call__.remote(lambda self: os.getpid()))
+    (engine,) = [
+        child for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in child.name()
+    ]
+    ref = ask(doomed, tokenizer, label | {"turn": "sleep 1; echo $n ok"}, num_samples=2)
+    wait_for_containers(label, 2)
+    engine.kill()
+    with pytest.raises(EngineFailed, match="EngineDeadError"):
+        ray.get(ref, timeout=60)
+    ray.kill(doomed)
+
+
+def wait_for_containers(label: dict[str, Any], num: int) -> None:
+    with Store(Path(label["store"])) as store:
+        until = time.monotonic() + 60
+        while len(store.homes()) < num and time.monotonic() < until:
+            time.sleep(0.1)
+        assert len(store.homes()) >= num
 
 
 @container
