@@ -25,3 +25,17 @@ def test_forking_opens_the_lock_that_attempts_from_the_start_do_not() -> None:
     assert [row[0] for row in rows] == ["0", "1"]
     for _, from_the_start, with_fork in rows:
         assert (int(from_the_start) < 6, int(with_fork)) == (True, 6)
+
+
+def test_a_killed_server_does_not_show_in_a_stream() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "rollout_failover.py"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *rows, last = done.stdout.splitlines()
+    assert last.endswith("True")
+    assert {row.split()[0] for row in rows} == {"one", "other"}

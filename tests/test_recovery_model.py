@@ -346,6 +346,7 @@ class EpisodeMachine(RuleBasedStateMachine):
     def let_threads_end(self) -> None:
         for thread in self.episode._burials:
             thread.join()
+        self.episode._recorder.settle()
 
     def teardown(self) -> None:
         try:

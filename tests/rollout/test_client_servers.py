@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -125,3 +128,32 @@ def test_a_5xx_goes_elsewhere_a_429_is_waited_for_and_a_400_is_final(
         with pytest.raises(RequestRejected):
             asyncio.run(story(refusing.url))
         assert len(refusing.log()["requests"]) == 1
+
+
+def test_a_wall_clock_that_jumps_moves_nothing(
+    peer: ScriptedServer, expected: Generation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(3)
+    asked = 0
+
+    def jumping() -> float:
+        nonlocal asked
+        asked += 1
+        return draw.choice((0.0, 1e9, 2e9, 4e9)) + draw.uniform(0, 1e6)
+
+    async def story(url: str) -> list[Generation]:
+        workers = [HttpWorker(url, name="a"), HttpWorker(peer.url, name="b")]
+        async with RolloutClient(workers, journal=tmp_path / "tokens.db", pace=IMPATIENT) as client:
+            made = [await client.generate(PROMPT, PARAMS, request_id=f"r{index}") for index in range(4)]
+            return [*made, *[await client.resume(f"r{index}") for index in range(4)]]
+
+    faults = [{"kind": "hang", "after": 10}]  # found by a deadline
+    with ScriptedServer(faults=faults, pace_s=0.005) as broken:
+        monkeypatch.setattr(time, "time", jumping)
+        monkeypatch.setattr(time, "time_ns", lambda: int(jumping() * 1e9))
+        generations = asyncio.run(story(broken.url))
+    for generation in generations:
+        assert_same(generation, expected)
+    assert sum(generation.failovers for generation in generations[:4]) >= 1
+    time.time()
+    assert asked, "the clock was not replaced"

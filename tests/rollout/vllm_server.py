@@ -59,7 +59,9 @@ def _shared_memory_of(pid: int) -> set[Path]:
 
 
 @contextlib.contextmanager
-def vllm_server(model: Path, log: Path, *, max_model_len: int = 512) -> Iterator[VllmServer]:
+def vllm_server(
+    model: Path, log: Path, *, max_model_len: int = 512, dtype: str = "auto"
+) -> Iterator[VllmServer]:
     """Start one on a free port and wait until it answers; kill it at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -67,6 +69,8 @@ def vllm_server(model: Path, log: Path, *, max_model_len: int = 512) -> Iterator
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
     argv += [
+        "--dtype",
+        dtype,
         "--kv-cache-memory-bytes",
         "64M",
         "--max-num-seqs",
