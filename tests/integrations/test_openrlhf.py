@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,10 +106,7 @@ def store_root(runtime: object, store_dir: Path) -> Iterator[Path]:
     root = store_dir / "openrlhf"
     yield root
     with Store(root) as store:
-        until = time.monotonic() + 20  # what was given up ends in the background
-        while store.homes() and time.monotonic() < until:
-            time.sleep(0.1)
-        assert store.homes() == []
+        wait_until(lambda: store.homes() == [], 20.0)  # what was given up ends in the background
         assert {episode.state for episode in store.episodes()} <= {"closed"}
     open_layers(store_dir).drop(root)
 
@@ -396,15 +393,22 @@ def test_a_dead_engine_ends_the_batch_and_leaves_no_container(
     engine.kill()
     with pytest.raises(EngineFailed, match="EngineDeadError"):
         ray.get(ref, timeout=60)
+    # The first failure is the batch's: the other sample may be closing still, and needs its process for that.
+    with Store(Path(label["store"])) as store:
+        wait_until(lambda: not store.homes())
     ray.kill(doomed)
 
 
 def wait_for_containers(label: dict[str, Any], num: int) -> None:
     with Store(Path(label["store"])) as store:
-        until = time.monotonic() + 60
-        while len(store.homes()) < num and time.monotonic() < until:
-            time.sleep(0.1)
-        assert len(store.homes()) >= num
+        wait_until(lambda: len(store.homes()) >= num)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 @container
