@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from belayer_env.errors import SetupError
+from belayer_integrations.errors import TrainerUnavailable
 
-__all__ = ["Generate", "TrainerUnavailable", "Turn", "TurnRequest", "trainer_model"]
+__all__ = ["Generate", "Turn", "TurnRequest", "trainer_model"]
 
 
 class Turn(NamedTuple):
@@ -31,10 +31,6 @@ class TurnRequest(NamedTuple):
 
 Generate = Callable[[Sequence[TurnRequest]], Sequence[Turn]]
 """A turn for each request, in their order. A turn ends with the token that ended it (an end of turn, say)."""
-
-
-class TrainerUnavailable(SetupError):
-    """A trainer's package is wanted, and is not installed."""
 
 
 def trainer_model(trainer: Any) -> Generate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from belayer_integrations.actions import last_command
+from belayer_integrations.encoding import Encoder, Prompt, add_to_prompt
 from belayer_integrations.timed import TimedEnv
-from belayer_integrations.trl.encoding import Encoder, Prompt, add_to_prompt
+from belayer_integrations.trajectory import Rollout, Trajectory
 from belayer_integrations.trl.generation import Generate, Turn, TurnRequest, trainer_model
-from belayer_integrations.trl.trajectory import Rollout, Trajectory
 
 from belayer_env import ContainerEnv, Task
 from belayer_env.errors import Fault, InvalidInput
@@ -29,7 +29,7 @@ from belayer_env.policy import CheckpointPolicy
 from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.store import Store
 
-__all__ = ["RolloutFunc", "container_reward", "last_command", "make_rollout_func"]
+__all__ = ["RolloutFunc", "container_reward", "make_rollout_func"]
 
 CLOSE_S = 30.0
 """How long a batch's envs may take to close, all together; they do it at once."""
@@ -40,12 +40,6 @@ _SEED_BITS = 62
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def last_command(text: str) -> str | None:
-    """The last fenced shell block of what a model said; None if there is none, or it was not finished."""
-    found = re.findall(r"```(?:bash|sh)?\n(.*?)```", text, flags=re.DOTALL)
-    return found[-1].strip() if found else None
 
 
 def make_rollout_func(
@@ -202,7 +196,7 @@ class _Batch:
     def __init__(self, terms: _Terms, prompts: Sequence[Prompt], trainer: Any, seed: int) -> None:
         self._terms = terms
         self._trainer = trainer
-        self._encoder = Encoder(trainer)
+        self._encoder = Encoder.of_trainer(trainer)
         self._generate = terms.generate or trainer_model(trainer)
         self.given_up: list[threading.Thread] = []
         self.samples = [

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from belayer_integrations.encoding import add_to_prompt
 from belayer_integrations.timed import TimedEnv
+from belayer_integrations.trajectory import Trajectory
 from belayer_integrations.trl import container_reward, last_command, make_rollout_func
-from belayer_integrations.trl.encoding import add_to_prompt
-from belayer_integrations.trl.trajectory import Trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from belayer_integrations.encoding import Encoder
 from belayer_integrations.trl import container_reward, environment_factory, make_rollout_func
-from belayer_integrations.trl.encoding import Encoder
 
 from belayer_env import ContainerEnv, Limits, Task
 from belayer_env.runtimes import open_runtime
@@ -324,7 +324,7 @@ def test_tokens_masks_and_logprobs_are_those_of_the_episode(store: Store, image:
     assert result["container_error"] == [None] * 3
     assert result["container_recoveries"] == [0, 1, 1]
     assert result["container_rollbacks"] == [0, 0, 1]
-    encoder = Encoder(trainer)
+    encoder = Encoder.of_trainer(trainer)
     for number in range(3):
         prompt, completion, mask, logprobs = (
             result[name][number] for name in ("prompt_ids", "completion_ids", "env_mask", "logprobs")

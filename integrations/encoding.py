@@ -1,4 +1,4 @@
-"""From prompts and observations to token ids, by the trainer's own tokenizer and chat template."""
+"""From prompts and observations to token ids, by a trainer's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -27,13 +27,20 @@ def add_to_prompt(prompt: Prompt, observation: str) -> Prompt:
 
 
 class Encoder:
-    """Speaks for one trainer."""
+    """Speaks for one tokenizer."""
 
-    def __init__(self, trainer: Any) -> None:
-        tokenizer = trainer.processing_class
+    def __init__(self, tokenizer: Any, template: Mapping[str, Any] | None = None) -> None:
+        """``template``: what `apply_chat_template` is to be given besides."""
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
-        self._template = {"chat_template": getattr(trainer, "chat_template", None)} | dict(
-            getattr(trainer, "chat_template_kwargs", None) or {}
+        self._template = dict(template or {})
+
+    @classmethod
+    def of_trainer(cls, trainer: Any) -> Encoder:
+        """The one of a `trl` trainer."""
+        return cls(
+            trainer.processing_class,
+            {"chat_template": getattr(trainer, "chat_template", None)}
+            | dict(getattr(trainer, "chat_template_kwargs", None) or {}),
         )
 
     @property
@@ -51,8 +58,17 @@ class Encoder:
     def observation(self, prompt: Prompt, text: str) -> list[int]:
         """What follows a turn of the model: the observation, in the form that the prompt has, up to where the
         model is to speak again. Nothing that was sampled is encoded anew."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
+        return self.text_ids(text) if isinstance(prompt, str) else self.user_message(text)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Just the text."""
+        return list(self.tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def user_message(self, text: str) -> list[int]:
+        """The tail that the chat template appends for a user's message and the beginning of the answer.
+
+        Raises:
+            ValueError: the template has no such tail."""
         # The tail that a template appends to a conversation, found on a dummy one.
         head = self._render(_DUMMY, add_generation_prompt=False)
         whole = self._render([*_DUMMY, {"role": "user", "content": text}], add_generation_prompt=True)
@@ -63,7 +79,7 @@ class Encoder:
         if whole[: len(head)] != head:
             raise ValueError(
                 "the chat template changes earlier messages when one is added, so that a context cannot "
-                "grow by its tail: give make_rollout_func(encode_observation=...)"
+                "grow by its tail: give encode_observation=..."
             )
         return whole[len(head) :]
 
