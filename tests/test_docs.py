@@ -22,7 +22,7 @@ CODE = re.compile(r"^```.*?^```$|^(?: {4}).*$|`[^`]+`", re.MULTILINE | re.DOTALL
 COMMAND = re.compile(
     r"(?:^|[\s`/])belayer ([a-z]+)((?:[ ]+(?:--?[a-z][a-z-]*|[a-z]+|[A-Z]+))*)", re.MULTILINE
 )
-CODE_COMMANDS = {"setup", "doctor", "demo", "bench", "ps", "gc", "timeline", "chaos"}
+CODE_COMMANDS = {"setup", "doctor", "demo", "bench", "ps", "gc", "timeline", "chaos", "rollout"}
 
 
 def programs() -> Iterator[object]:
@@ -114,8 +114,8 @@ def test_a_relative_link_leads_to_a_file_and_a_heading(document: Path) -> None:
 def test_a_command_and_its_options_exist(name: str, rest: str) -> None:
     assert name in CODE_COMMANDS
     words = rest.split()
-    # A word that is no option, right after the name, is a subcommand of `belayer bench`, or prose.
-    below = words[:1] if name == "bench" and words and not words[0].startswith("-") else []
+    # A word that is no option, right after the name, is a subcommand of these two, or prose.
+    below = words[:1] if name in ("bench", "rollout") and words and not words[0].startswith("-") else []
     usage = _help(name, *below)
     for option in [word for word in words if word.startswith("-")]:
         assert option in usage
