@@ -152,7 +152,7 @@ def test_an_action_that_kills_its_sandbox_each_time_is_told_and_the_state_before
 
     def deadly(sandbox: Sandbox, command: str, *, timeout_s: float | None = None) -> object:
         if command == "deadly":
-            # In the middle of it: what befalls a sandbox before a command has begun is not the command's fault.
+            # In the middle of it: what befalls a sandbox before that is not the command's fault.
             threading.Timer(0.2, sandbox.kill).start()
             command = "sleep 20"
         return original(sandbox, command, timeout_s=timeout_s)
