@@ -259,12 +259,15 @@ def _start_over(request: DumpRequest) -> None:
     request.images.mkdir(mode=0o700)
 
 
-def _dump_once(request: DumpRequest, extra: Sequence[str]) -> bool:
-    """False: dumped, but with images that cannot be made right; it must be done from outside."""
+def _dump_once(
+    request: DumpRequest, extra: Sequence[str], is_snapping: Callable[[], bool] = lambda: False
+) -> bool:
+    """False: dumped, but with images that cannot be made right; it must be done from outside.
+    ``is_snapping``: whether CRIU waits for us at this moment."""
     try:
         argv = _with_kernel_cache([*request.argv(), *extra])
         env = _without_gzip(request.work) if request.plain_tmpfs else None
-        watch = _FreezeWatch(request.freezer)
+        watch = _FreezeWatch(request.freezer, is_snapping)
         code = run_deadlined(argv, timeout_s=DUMP_DEADLINE_S, env=env, watch=watch)
     except TimeoutError as error:
         raise CheckpointRefused(f"the sandbox cannot be checkpointed: {error}", cause="deadline") from error
@@ -291,11 +294,13 @@ class _FreezeWatch:
     and let go of it; what was dumped is then worth nothing.
 
     CRIU thaws what we have frozen as soon as it holds every task, and freezes it again as its last act: in
-    between, it needs them. A freeze that it waits for longer than `FROZEN_PATIENCE_S` is not ours."""
+    between, it needs them. A freeze that it waits for longer than `FROZEN_PATIENCE_S` is not ours, unless it
+    waits for the disk, or for our snapshot: on a busy disk each has been seen to take seconds."""
 
-    def __init__(self, freezer: Path) -> None:
+    def __init__(self, freezer: Path, is_snapping: Callable[[], bool]) -> None:
         v1 = (freezer / "freezer.state").exists()
         self._cgroup = Cgroup({"freezer" if v1 else UNIFIED: freezer})
+        self._is_snapping = is_snapping
         self._since_s: float | None = None
         self._seen_ticks = -1
         self.has_thawed = False
@@ -305,8 +310,9 @@ class _FreezeWatch:
 
         Raises:
             SandboxFrozen: it has been frozen once more."""
-        now_s, ticks = time.monotonic(), _cpu_ticks(pid)
-        if ticks != self._seen_ticks or not self._cgroup.is_frozen():
+        now_s, ticks, state = time.monotonic(), *_cpu_ticks(pid)
+        goes_on = ticks != self._seen_ticks or state == "D" or self._is_snapping()
+        if goes_on or not self._cgroup.is_frozen():
             self._since_s = None
         elif self._since_s is None:
             self._since_s = now_s
@@ -323,13 +329,13 @@ class _FreezeWatch:
         self._seen_ticks = ticks
 
 
-def _cpu_ticks(pid: int) -> int:
-    """Clock ticks on a CPU so far; -1 of a process that is gone."""
+def _cpu_ticks(pid: int) -> tuple[int, str]:
+    """Clock ticks on a CPU so far, and the state's letter; -1 and "X" of a process that is gone."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return -1
-    return int(words[11]) + int(words[12])
+        return -1, "X"
+    return int(words[11]) + int(words[12]), words[0].decode()
 
 
 def _arm_timers(images: Path) -> None:
@@ -360,7 +366,7 @@ def _dump_calling_back(request: DumpRequest, snapshot: Callable[[], None]) -> No
     )
     script.chmod(0o700)
     with _Snapper(here / "dumped", here / "snapped", snapshot) as snapper:
-        _dump_once(request, ("--action-script", str(script)))
+        _dump_once(request, ("--action-script", str(script)), lambda: snapper.is_snapping)
     snapper.raise_for_failure()
 
 
@@ -375,6 +381,7 @@ class _Snapper:
         self._snapshot = snapshot
         self._error: BaseException | None = None
         self._done = False
+        self.is_snapping = False
         self._thread = threading.Thread(target=self._serve, name="belayer-snapper")
 
     def __enter__(self) -> _Snapper:
@@ -404,12 +411,14 @@ class _Snapper:
         if self._dumped not in {fd for fd, _ in poll.poll()}:
             return
         answer = b"failed\n"
+        self.is_snapping = True
         try:
             self._snapshot()
             self._done = True
             answer = b"ok\n"
         except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for the dump
             self._error = error
+        self.is_snapping = False
         os.write(self._snapped, answer)
 
 
