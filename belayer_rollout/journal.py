@@ -40,12 +40,10 @@ __all__ = ["Durability", "Journal", "JournalledRequest", "RequestSummary", "Sess
 T = TypeVar("T")
 Durability = Literal["strict", "relaxed"]
 
-STRICT_S: Final = 0.005
-"""How long strict mode gathers before it commits. A commit takes 0.3 ms of processor time, and an engine that
-steps every 3 ms on all cores would pay for each of its steps. Beginnings and ends of requests wait for
-nothing."""
-RELAXED_S: Final = 0.02
-"""Likewise in relaxed mode. With a commit of up to 30 ms that makes the 50 ms it says."""
+GATHER_S: Final = 0.02
+"""How long tokens are gathered before a commit; beginnings and ends of requests wait for nothing. A commit
+takes half a millisecond of processor time with its sync, and an engine that steps every 3 ms on all cores
+would pay for each of its steps. In relaxed mode, with a commit of up to 30 ms, that makes the 50 ms it says."""
 LOG_BYTES: Final = 2 * 2**20
 """So much log is written as runs. It bounds what a take-over has to replay (about 0.1 s), and the tails in
 memory; a run then has the tokens that its request got in that time."""
@@ -329,7 +327,7 @@ class Journal:
         try:
             while True:
                 self._batches.get()
-                self._urgent.wait(STRICT_S if self._strict else RELAXED_S)
+                self._urgent.wait(GATHER_S)
                 with self._lock:
                     batch, self._batch = self._batch, None
                     self._urgent.clear()

@@ -21,8 +21,11 @@ __all__ = ["ENGINE_ARGS", "NUM_TOKENS", "Round", "Stamped", "journal_cost", "pla
 
 NUM_REQUESTS = 8
 MOST_TRIES = 5
-WAITING = 4
-"""Requests for each place in the engine, where throughput is measured."""
+WAITING = 16
+"""Requests for each place in the engine, where throughput is measured: so many that the last commit, for
+which the last request waits, does not count."""
+SPEED_TOKENS = {"tiny": 200, "smollm2": 16}
+"""Of each of those requests."""
 NUM_TOKENS = {"tiny": 400, "smollm2": 64}
 """Of each request: some seconds of generation on two cores."""
 

@@ -100,11 +100,16 @@ async def _scripted(rounds: int, scratch: Path, say: Callable[[str], Any]) -> Re
         say(f"{IN_FLIGHT} requests at once, round {number + 1} of {rounds}")
         kept.append(await client_throughput(scratch / f"{number}.db", in_flight=IN_FLIGHT))
         unkept.append(await client_throughput(None, in_flight=IN_FLIGHT))
+    cost_pct = median(100 * (1 - with_it / without) for with_it, without in zip(kept, unkept, strict=True))
     return Report(
         bench="failover, the client alone",
         machine=Machine.here(),
         medians={"tokens_per_s": median(kept), "tokens_per_s_without_journal": median(unkept)},
-        checks={"tokens_per_s": Target(at_least=20_000).check(median(kept))},
+        ratios={"journal_cost_pct": cost_pct},
+        checks={
+            "tokens_per_s": Target(at_least=20_000).check(median(kept)),
+            "journal_cost_pct": Target(at_most=2.0).check(cost_pct),
+        },
         notes={
             "tokens_per_s": f"one client process, {IN_FLIGHT} requests in flight, one token an event, "
             "journal strict; the server runs on the same cores"
@@ -146,7 +151,8 @@ async def _vllm(
                 found.append(await bench.take_over(pair, wire, client, num_tokens))
         await pair.wait_for(PairState.GUARDED)
         say("with the journal and without")
-        speeds = await bench.journal_cost(pair, scratch / "speed.db", num_tokens // 2, max(6, rounds))
+        tokens = bench.SPEED_TOKENS[model]
+        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, max(6, rounds))
     finally:
         await pair.close()
     return summarise(model, Machine.here(), cold, undisturbed, found, speeds)
