@@ -43,7 +43,8 @@ Durability = Literal["strict", "relaxed"]
 GATHER_S: Final = 0.02
 """How long tokens are gathered before a commit; beginnings and ends of requests wait for nothing. A commit
 takes half a millisecond of processor time with its sync, and an engine that steps every 3 ms on all cores
-would pay for each of its steps. In relaxed mode, with a commit of up to 30 ms, that makes the 50 ms it says."""
+would pay for each of its steps. In relaxed mode, with a commit of up to 30 ms, that makes the 50 ms it
+says."""
 LOG_BYTES: Final = 2 * 2**20
 """So much log is written as runs. It bounds what a take-over has to replay (about 0.1 s), and the tails in
 memory; a run then has the tokens that its request got in that time."""
