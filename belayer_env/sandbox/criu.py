@@ -41,7 +41,7 @@ __all__ = [
 
 DUMP_DEADLINE_S = 60.0
 RESTORE_DEADLINE_S = 60.0
-FROZEN_PATIENCE_S = 2.0
+FROZEN_PATIENCE_S = 8.0
 """How long CRIU may stand still under a freezer before it counts as waiting for who is frozen."""
 _LOOK_S = 0.25
 COLLECT_DEADLINE_S = 3
