@@ -43,17 +43,17 @@ from belayer_env.sandbox.base import Sandbox
 
 COMMANDS = {
     "make": "mkdir work",
-    "enter": "cd /root/work",
+    "enter": "cd ~/work",
     "name": "colour=red",
-    "write": '[ "$PWD" = /root/work ] && echo "$colour" >seal',
+    "write": '[ "$PWD" = ~/work ] && echo "$colour" >seal',
     "serve": "kill -0 $! || { sleep 1000 & }",
     "wait": "true",
 }
 CHECKS = (
-    "[ -d /root/work ]",
-    '[ "$PWD" = /root/work ]',
+    "[ -d ~/work ]",
+    '[ "$PWD" = ~/work ]',
     '[ "$colour" = red ]',
-    '[ "$(cat /root/work/seal)" = red ]',
+    '[ "$(cat ~/work/seal)" = red ]',
     "kill -0 $!",
 )
 MAX_TURNS = 8

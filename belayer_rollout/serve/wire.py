@@ -121,100 +121,82 @@ def completion_result(
     body: CompletionBody, made: Sequence[tuple[Generation, str]], model: str, created_s: int
 ) -> dict[str, Any]:
     """The whole answer, for the generations and their texts."""
-    return {
-        "id": made[0][0].request_id,
-        "object": "text_completion",
-        "created": created_s,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                "text": text,
-                "logprobs": None
-                if body.logprobs is None
-                else {"token_logprobs": _finite(generation.logprobs), "tokens": _names(generation.token_ids)},
-                "finish_reason": generation.finish_reason,
-                "stop_reason": generation.stop_reason,
-                **_ids(body, generation),
-            }
-            for index, (generation, text) in enumerate(made)
-        ],
-        "usage": _usage([generation for generation, _ in made]),
-        "belayer": [_provenance(generation) for generation, _ in made],
-    }
+    choices = [{"text": text, "logprobs": _text_logprobs(body, one)} for one, text in made]
+    return _result("text_completion", body, choices, made, model, created_s)
 
 
 def chat_result(
     body: ChatBody, made: Sequence[tuple[Generation, str]], model: str, created_s: int
 ) -> dict[str, Any]:
     """The whole answer, for the generations and their texts."""
-    return {
-        "id": made[0][0].request_id,
-        "object": "chat.completion",
-        "created": created_s,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": _chat_logprobs(body, generation.token_ids, generation.logprobs),
-                "finish_reason": generation.finish_reason,
-                "stop_reason": generation.stop_reason,
-                **_ids(body, generation),
-            }
-            for index, (generation, text) in enumerate(made)
-        ],
-        "usage": _usage([generation for generation, _ in made]),
-        "belayer": [_provenance(generation) for generation, _ in made],
-    }
+    choices = [
+        {"message": {"role": "assistant", "content": text}, "logprobs": _chat_logprobs(body, one)}
+        for one, text in made
+    ]
+    return _result("chat.completion", body, choices, made, model, created_s)
 
 
 def completion_chunk(
     body: CompletionBody, chunk: TokenChunk, text: str, *, request_id: str, model: str, created_s: int
 ) -> dict[str, Any]:
     """One event of a stream."""
-    return {
-        "id": request_id,
-        "object": "text_completion",
-        "created": created_s,
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "text": text,
-                "logprobs": None
-                if body.logprobs is None
-                else {"token_logprobs": _finite(chunk.logprobs), "tokens": _names(chunk.token_ids)},
-                "finish_reason": chunk.finish_reason,
-                "stop_reason": chunk.stop_reason,
-                **({"token_ids": list(chunk.token_ids)} if body.return_token_ids else {}),
-            }
-        ],
-        "weight_version": chunk.weight_version,
-    }
+    choice = {"text": text, "logprobs": _text_logprobs(body, chunk)}
+    return _chunk("text_completion", body, choice, chunk, request_id, model, created_s)
 
 
 def chat_chunk(
     body: ChatBody, chunk: TokenChunk, text: str, *, request_id: str, model: str, created_s: int
 ) -> dict[str, Any]:
     """One event of a stream."""
+    choice = {"delta": {"role": "assistant", "content": text}, "logprobs": _chat_logprobs(body, chunk)}
+    return _chunk("chat.completion.chunk", body, choice, chunk, request_id, model, created_s)
+
+
+def _result(
+    kind: str,
+    body: _Body,
+    choices: Sequence[dict[str, Any]],
+    made: Sequence[tuple[Generation, str]],
+    model: str,
+    created_s: int,
+) -> dict[str, Any]:
+    generations = [generation for generation, _ in made]
     return {
-        "id": request_id,
-        "object": "chat.completion.chunk",
+        "id": generations[0].request_id,
+        "object": kind,
         "created": created_s,
         "model": model,
         "choices": [
-            {
-                "index": 0,
-                "delta": {"role": "assistant", "content": text},
-                "logprobs": _chat_logprobs(body, chunk.token_ids, chunk.logprobs),
-                "finish_reason": chunk.finish_reason,
-                "stop_reason": chunk.stop_reason,
-                **({"token_ids": list(chunk.token_ids)} if body.return_token_ids else {}),
-            }
+            {"index": index, **choice, **_ending(generation), **_ids(body, generation)}
+            for index, (choice, generation) in enumerate(zip(choices, generations, strict=True))
         ],
+        "usage": _usage(generations),
+        "belayer": [_provenance(generation) for generation in generations],
+    }
+
+
+def _chunk(
+    kind: str,
+    body: _Body,
+    choice: dict[str, Any],
+    chunk: TokenChunk,
+    request_id: str,
+    model: str,
+    created_s: int,
+) -> dict[str, Any]:
+    token_ids = {"token_ids": list(chunk.token_ids)} if body.return_token_ids else {}
+    return {
+        "id": request_id,
+        "object": kind,
+        "created": created_s,
+        "model": model,
+        "choices": [{"index": 0, **choice, **_ending(chunk), **token_ids}],
         "weight_version": chunk.weight_version,
     }
+
+
+def _ending(made: Generation | TokenChunk) -> dict[str, Any]:
+    return {"finish_reason": made.finish_reason, "stop_reason": made.stop_reason}
 
 
 def _read(kind: type[BodyT], data: Any) -> BodyT:
@@ -237,15 +219,19 @@ def _finite(logprobs: Sequence[float]) -> list[float | None]:
     return [logprob if math.isfinite(logprob) else None for logprob in logprobs]
 
 
-def _chat_logprobs(
-    body: ChatBody, token_ids: Sequence[int], logprobs: Sequence[float]
-) -> dict[str, Any] | None:
+def _text_logprobs(body: CompletionBody, made: Generation | TokenChunk) -> dict[str, Any] | None:
+    if body.logprobs is None:
+        return None
+    return {"token_logprobs": _finite(made.logprobs), "tokens": _names(made.token_ids)}
+
+
+def _chat_logprobs(body: ChatBody, made: Generation | TokenChunk) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
     return {
         "content": [
             {"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for name, logprob in zip(_names(token_ids), _finite(logprobs), strict=True)
+            for name, logprob in zip(_names(made.token_ids), _finite(made.logprobs), strict=True)
         ]
     }
 
