@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import shutil
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from belayer_rollout.engines.base import WeightSource
+from belayer_rollout.engines.probe import prove_generating
 from belayer_rollout.errors import (
     InvalidRequest,
     OwnerDamaged,
@@ -26,7 +26,6 @@ from belayer_rollout.errors import (
     SetupError,
     UpdateFailed,
     WorkerFault,
-    WorkerGarbled,
     WorkerGone,
 )
 from belayer_rollout.pair_engine import EngineFactory, PairEngine, Slot
@@ -34,7 +33,7 @@ from belayer_rollout.pair_owner import OwnerSeat
 from belayer_rollout.pair_record import Takeover
 from belayer_rollout.pair_state import Event, PairState, after
 from belayer_rollout.pair_update import put_in_force
-from belayer_rollout.types import EngineRequest, ModelInfo, SamplingParams, TokenChunk
+from belayer_rollout.types import EngineRequest, ModelInfo, TokenChunk
 
 __all__ = ["ShadowPair"]
 
@@ -184,11 +183,7 @@ class ShadowPair:
             await self._primary.engine.abort(request_id)
 
     async def health(self) -> None:
-        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-        probe = EngineRequest(f"health-{random.randbytes(8).hex()}", (0,), params)
-        tokens = [token async for chunk in self.generate(probe) for token in chunk.token_ids]
-        if len(tokens) != 1:
-            raise WorkerGarbled(f"{len(tokens)} tokens where 1 was asked for", worker=self._name)
+        await prove_generating(self)
 
     async def weight_version(self) -> int:
         await self._serving()

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import secrets
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,13 +20,13 @@ from typing import Any
 
 from belayer_rollout.draws import Draw, choose
 from belayer_rollout.engines.base import WeightSource
+from belayer_rollout.engines.probe import prove_generating
 from belayer_rollout.errors import (
     EngineMissing,
     RequestRejected,
     SetupError,
     UpdateFailed,
     WorkerFault,
-    WorkerGarbled,
     WorkerGone,
 )
 from belayer_rollout.types import (
@@ -127,11 +126,7 @@ class HfWorker:
             stream.aborted.set()
 
     async def health(self) -> None:
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        probe = EngineRequest(f"health-{uuid.uuid4().hex}", (0,), params)
-        tokens = [token async for chunk in self.generate(probe) for token in chunk.token_ids]
-        if len(tokens) != 1:
-            raise WorkerGarbled(f"{len(tokens)} tokens where 1 was asked for", worker=self._name)
+        await prove_generating(self)
 
     async def weight_version(self) -> int:
         self._alive()

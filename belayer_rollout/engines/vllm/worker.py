@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from belayer_rollout.engines.base import WeightSource
+from belayer_rollout.engines.probe import prove_generating
 from belayer_rollout.engines.vllm.extension import EXTENSION
 from belayer_rollout.engines.vllm.outputs import chunks, end_tokens, version_starts
 from belayer_rollout.engines.vllm.params import EXACT_PROCESSOR, sampling_arguments
@@ -35,11 +36,10 @@ from belayer_rollout.errors import (
     UpdateFailed,
     WorkerBusy,
     WorkerFault,
-    WorkerGarbled,
     WorkerGone,
     WorkerHung,
 )
-from belayer_rollout.types import EngineRequest, ModelInfo, SamplingParams, TokenChunk
+from belayer_rollout.types import EngineRequest, ModelInfo, TokenChunk
 
 __all__ = ["VllmWorker"]
 
@@ -200,11 +200,7 @@ class VllmWorker:
                 await self._engine.abort(request_id)
 
     async def health(self) -> None:
-        params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
-        probe = EngineRequest(f"health-{uuid.uuid4().hex}", (0,), params)
-        tokens = [token async for chunk in self.generate(probe) for token in chunk.token_ids]
-        if len(tokens) != 1:
-            raise WorkerGarbled(f"{len(tokens)} tokens where 1 was asked for", worker=self._name)
+        await prove_generating(self)
 
     async def weight_version(self) -> int:
         self._alive()
