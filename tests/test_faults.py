@@ -163,6 +163,37 @@ def test_a_foreign_freeze_in_mid_dump_ends_the_checkpoint_soon_and_nothing_else(
     sandboxes.layers.drop(sandboxes.save(sandbox).directory)
 
 
+def test_a_foreign_freeze_before_criu_holds_all_is_told_as_one(
+    sandboxes: Sandboxes, store_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU's own limit then ends it sooner than our patience; it has let go of the tasks by then."""
+    sandbox = sandboxes.create()
+    sandbox.run("V=3; sleep 900 &")
+    wrapper = tmp_path / "criu"
+    wrapper.write_text(
+        "#!/bin/sh\nwork=.\nwhile [ $# -gt 0 ]; do [ $1 = -W ] && work=$2; shift; done\nsleep 3\n"
+        'echo "(3.000000) Error (criu/cr-dump.c:1): Timeout reached. Try to interrupt: 0" >$work/dump.log\n'
+        "exit 1\n"
+    )
+    wrapper.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sandboxes.runtime, "criu", wrapper)
+        thawed = sandboxes.create()
+        into = store_dir / "never"
+        with pytest.raises(SandboxFrozen) as caught:
+            sandbox.save(into)  # its own freeze, which this CRIU does not lift, stands for the foreign one
+        assert not caught.value.begun
+        assert not into.exists()
+        # The same words under no freezer are a deadline, and nobody knows what such a CRIU has left behind.
+        thawer = soon(container(thawed).cgroup.thaw)
+        with pytest.raises(CheckpointRefused) as refused:
+            thawed.save(into)
+        thawer.join()
+        assert refused.value.cause == "deadline"
+    assert sandbox.run("echo $V; jobs | wc -l").output == "3\n1\n"
+    sandboxes.layers.drop(sandboxes.save(sandbox).directory)
+
+
 def test_a_checkpoint_that_somebody_thawed_in_the_middle_is_none(
     sandboxes: Sandboxes, store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

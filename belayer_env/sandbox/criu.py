@@ -46,6 +46,7 @@ FROZEN_PATIENCE_S = 8.0
 _LOOK_S = 0.25
 COLLECT_DEADLINE_S = 3
 """CRIU's own limit for stopping all tasks; the sandbox is frozen already, so this is ample."""
+_FROZEN = "the sandbox was frozen by somebody else in the middle of its checkpoint"
 
 RESTORABLE = ("tcp-established", "ext-unix-sk", "file-locks")
 """What CRIU dumps only when told to, and loses or fails on if the restore is not told as well."""
@@ -272,13 +273,16 @@ def _dump_once(
     except TimeoutError as error:
         raise CheckpointRefused(f"the sandbox cannot be checkpointed: {error}", cause="deadline") from error
     if watch.has_thawed:
-        raise SandboxFrozen("the sandbox was frozen by somebody else in the middle of its checkpoint")
+        raise SandboxFrozen(_FROZEN)
     if code < 0:
         message = f"the sandbox cannot be checkpointed: CRIU was killed by signal {-code}"
         raise CheckpointRefused(message, cause="killed")
     if code != 0:
         log = _read(request.work / "dump.log").decode(errors="replace")
-        raise refusal(log, ghost_bytes=request.ghost_bytes)
+        refused = refusal(log, ghost_bytes=request.ghost_bytes)
+        if isinstance(refused, CheckpointRefused) and refused.cause == "deadline" and watch.is_waiting():
+            raise SandboxFrozen(_FROZEN) from refused  # before it held them all: it has let go of them itself
+        raise refused
     _arm_timers(request.images)
     if request.from_inside:
         inventory = request.images / "inventory.img"
@@ -302,8 +306,14 @@ class _FreezeWatch:
         self._cgroup = Cgroup({"freezer" if v1 else UNIFIED: freezer})
         self._is_snapping = is_snapping
         self._since_s: float | None = None
+        self._looked_s = 0.0
         self._seen_ticks = -1
         self.has_thawed = False
+
+    def is_waiting(self) -> bool:
+        """Whether CRIU had stood still under a freezer for a good part of `COLLECT_DEADLINE_S` when last
+        looked at."""
+        return self._since_s is not None and self._looked_s - self._since_s >= COLLECT_DEADLINE_S / 3
 
     def __call__(self, pid: int) -> None:
         """One look at CRIU, process ``pid``.
@@ -311,6 +321,7 @@ class _FreezeWatch:
         Raises:
             SandboxFrozen: it has been frozen once more."""
         now_s, ticks, state = time.monotonic(), *_cpu_ticks(pid)
+        self._looked_s = now_s
         goes_on = ticks != self._seen_ticks or state == "D" or self._is_snapping()
         if goes_on or not self._cgroup.is_frozen():
             self._since_s = None
@@ -318,10 +329,7 @@ class _FreezeWatch:
             self._since_s = now_s
         elif now_s - self._since_s >= FROZEN_PATIENCE_S:
             if self.has_thawed:
-                message = (
-                    "the sandbox was frozen by somebody else in the middle of its checkpoint, repeatedly"
-                )
-                raise SandboxFrozen(message, begun=True)
+                raise SandboxFrozen(f"{_FROZEN}, repeatedly", begun=True)
             self.has_thawed = True
             self._since_s = None
             with contextlib.suppress(RuntimeFailed):
