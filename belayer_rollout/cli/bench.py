@@ -150,9 +150,8 @@ async def _vllm(
                 say(f"kill {number + 1} of {rounds}")
                 found.append(await bench.take_over(pair, wire, client, num_tokens))
         await pair.wait_for(PairState.GUARDED)
-        say("with the journal and without")
         tokens = bench.SPEED_TOKENS[model]
-        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, max(6, rounds))
+        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, max(6, rounds), say)
     finally:
         await pair.close()
     return summarise(model, Machine.here(), cold, undisturbed, found, speeds)
@@ -177,7 +176,8 @@ def summarise(
         for name in ("swap", "first_token", "all_requests")
     }
     medians["tokens_per_s"] = median(kept for kept, _ in speeds)
-    cost_pct = median(100 * (1 - kept / unkept) for kept, unkept in speeds)
+    costs_pct = [100 * (1 - kept / unkept) for kept, unkept in speeds]
+    cost_pct = median(costs_pct)
     targets = {
         "tiny": {"cold_over_all_requests": 60.0, "cold_over_swap": 400.0},
         "smollm2": {"cold_over_first_token": 42.0, "cold_over_all_requests": 18.0},
@@ -202,6 +202,7 @@ def summarise(
             "detect": "kill -9 of EngineCore until the fault is seen",
             "first_token": "the same kill until the shadow's first token, of any request",
             "all_requests": f"the same kill until its first token of each of {len(undisturbed)} requests",
-            "journal_cost_pct": "tokens per second lost by the journal (strict), the two in turn",
+            "journal_cost_pct": "tokens per second lost by the journal (strict), the two in turn; of "
+            f"{len(speeds)} rounds, which were {', '.join(f'{cost:.1f}' for cost in costs_pct)}",
         },
     )
