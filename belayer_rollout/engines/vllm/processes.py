@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,9 @@ __all__ = [
 
 MARK = "BELAYER_ENGINE"
 """Environment variable by which every process of an engine is found, also when its parent is gone."""
+
+CORE = "EngineCore"
+"""How the names begin of the processes that vLLM starts as children of its user's."""
 
 END_S = 10.0
 """A SIGKILL takes milliseconds; a process that is in the kernel (a page-in, a driver) may take longer."""
@@ -77,13 +80,30 @@ def engine_environment(mark: str, variables: Mapping[str, str]) -> Iterator[None
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every process that was started with this mark, by itself or by an ancestor; this one left out."""
-    found = []
+    """Every process of the engine with this mark, wherever its parents are gone to.
+
+    What another thread of this process starts while an engine starts inherits the mark, too, and is none of
+    it: of this process's own children only those count that vLLM made, and what descends from them."""
+    bearers: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                bearers[process.pid] = process
+    made = {child.pid for child in active_children() if child.name.startswith(CORE)}
+    return [process for process in bearers.values() if _is_of_engine(process, bearers, made)]
+
+
+def _is_of_engine(
+    process: psutil.Process, bearers: Mapping[int, psutil.Process], made: set[int | None]
+) -> bool:
+    try:
+        parent = process.ppid()
+        if process.pid in made or parent in bearers:
+            return process.pid in made or _is_of_engine(bearers[parent], bearers, made)
+        # An orphan: vLLM's are Python's multiprocessing's.
+        return parent != os.getpid() and any("multiprocessing" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def end_marked(mark: str, known: Iterable[psutil.Process] = (), deadline_s: float = END_S) -> bool:
