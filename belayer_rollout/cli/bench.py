@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,8 +44,11 @@ def failover(
         Engine, typer.Option(help="vllm: take-overs of a real pair; scripted: the client's own speed alone.")
     ] = Engine.VLLM,
     model: Model = Model.TINY,
-    rounds: Annotated[int, typer.Option(min=1, help="Kills, and comparisons; figures are medians.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Kills; with scripted, comparisons. For medians.")] = 5,
     cold_starts: Annotated[int, typer.Option(min=1)] = 3,
+    journal_rounds: Annotated[
+        int, typer.Option(min=1, help="With the journal and without it, each time twice; half a minute each.")
+    ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Kill the primary engine in mid-generation, again and again, and compare with starting it anew.
@@ -65,7 +69,7 @@ def failover(
             report = asyncio.run(
                 _scripted(rounds, Path(scratch), status.update)
                 if engine is Engine.SCRIPTED
-                else _vllm(model.value, rounds, cold_starts, Path(scratch), status.update)
+                else _vllm(model.value, rounds, cold_starts, journal_rounds, Path(scratch), status.update)
             )
     except RolloutError as error:
         typer.secho(f"belayer: {type(error).__name__}: {error}", err=True, fg="red")
@@ -118,17 +122,20 @@ async def _scripted(rounds: int, scratch: Path, say: Callable[[str], Any]) -> Re
 
 
 async def _vllm(
-    model: str, rounds: int, cold_starts: int, scratch: Path, say: Callable[[str], Any]
+    model: str, rounds: int, cold_starts: int, journal_rounds: int, scratch: Path, say: Callable[[str], Any]
 ) -> Report:
     from belayer_bench.machine import Machine
     from belayer_rollout.bench import failover as bench
     from belayer_rollout.bench.cold import cold_start_s
     from belayer_rollout.bench.tripwire import Tripwire
     from belayer_rollout.client import RolloutClient
+    from belayer_rollout.errors import EngineMissing
     from belayer_rollout.models import ensure_model
     from belayer_rollout.pair_state import PairState
     from belayer_rollout.shadow import ShadowPair
 
+    if find_spec("vllm") is None:
+        raise EngineMissing("vLLM is not installed in this environment. Try: scripts/install-vllm")
     say(f"making the model {model}")
     folder = ensure_model(model)
     num_tokens = bench.NUM_TOKENS[model]
@@ -151,7 +158,7 @@ async def _vllm(
                 found.append(await bench.take_over(pair, wire, client, num_tokens))
         await pair.wait_for(PairState.GUARDED)
         tokens = bench.SPEED_TOKENS[model]
-        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, max(6, rounds), say)
+        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, journal_rounds, say)
     finally:
         await pair.close()
     return summarise(model, Machine.here(), cold, undisturbed, found, speeds)
