@@ -10,15 +10,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
-from belayer_rollout.fence import Fenced, is_stopped, shared_memory_of
+from belayer_rollout.fence import KINDS, SHARED_MEMORY, Fenced, is_stopped, shared_memory_of
 from belayer_rollout.types import EngineRequest, ModelInfo, TokenChunk
 
 __all__ = ["EngineFactory", "PairEngine", "ProcessIds", "Slot", "remove_shared_memory"]
-
-SHARED_MEMORY = Path("/dev/shm")
-
-KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
-"""How Python's multiprocessing names its files there, and what its resource tracker calls them."""
 
 
 class ProcessIds(Protocol):

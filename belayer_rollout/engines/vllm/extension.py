@@ -4,6 +4,7 @@ A worker_extension_cls of your own must be a subclass of `WorkerExtension`: vLLM
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -11,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from belayer_rollout.fence import KINDS, SHARED_MEMORY, shared_memory_of
 
 __all__ = ["EXTENSION", "LEFTOVER", "USER", "WorkerExtension", "end_with"]
 
@@ -28,7 +31,8 @@ _watched: set[int] = set()
 
 def end_with(pid: int) -> None:
     """End this process when that one (the engine's user) dies: EngineCore alone would wait for ever. Once is
-    enough, more do no harm. Nobody else is left then to remove the directory that `LEFTOVER` names."""
+    enough, more do no harm. Nobody else is left then to remove what it shares with the engine's other
+    processes, and the directory that `LEFTOVER` names."""
     if pid in _watched:
         return
     _watched.add(pid)
@@ -46,6 +50,11 @@ def end_with(pid: int) -> None:
 
 
 def _end() -> None:
+    # Python's resource tracker would, but is a child of the user's, and may have been killed with it.
+    for name in shared_memory_of(("self",)):
+        if name.startswith(tuple(KINDS)):
+            with contextlib.suppress(OSError):
+                (SHARED_MEMORY / name).unlink()
     if leftover := os.environ.get(LEFTOVER):
         shutil.rmtree(leftover, ignore_errors=True)
     os._exit(1)

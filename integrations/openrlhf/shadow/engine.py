@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from belayer_integrations.openrlhf.bubbles import SESSION
 from belayer_integrations.openrlhf.shadow.options import (
     PairArguments,
     ShadowOptions,
@@ -25,16 +25,16 @@ from belayer_rollout import RolloutClient, ShadowPair
 from belayer_rollout.drive import Budget
 from belayer_rollout.errors import UpdateFailed
 from belayer_rollout.pace import PaceLimits
+from belayer_rollout.pair_engine import EngineFactory
+from belayer_rollout.pair_state import PairState
+from belayer_rollout.types import Generation
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
-__all__ = ["SESSION", "ShadowEngine"]
+__all__ = ["ShadowEngine"]
 
 log = logging.getLogger(__name__)
-
-SESSION: contextvars.ContextVar[str] = contextvars.ContextVar("belayer_session", default="")
-"""Which conversation a request belongs to, set by who asks: upstream's calls have no room for it."""
 
 UPDATES_TRIED = 3
 """A shadow that dies while it loads an update fails that one: the next engine loads it."""
@@ -58,13 +58,23 @@ class ShadowEngine:
     No journal on disk: what an actor's death would leave in one, nobody would take up, as its requests are
     those of its own episodes. Tokens so far are in its memory, which is what outlives an engine."""
 
-    def __init__(self, arguments: PairArguments, tokenizer: Any, options: ShadowOptions, memory: str) -> None:
+    def __init__(
+        self,
+        arguments: PairArguments,
+        tokenizer: Any,
+        options: ShadowOptions,
+        *,
+        memory: str = "host",
+        make_engine: EngineFactory | None = None,
+    ) -> None:
+        """``memory``, ``make_engine``: as `ShadowPair`'s."""
         self.pair = ShadowPair(
             arguments.model,
             engine_args=arguments.engine_args,
             memory=memory,
             stall_s=options.stall_s,
             wait_s=options.wait_s,
+            make_engine=make_engine,
         )
         self.output_processor = _Count()
         self._arguments = arguments
@@ -99,7 +109,7 @@ class ShadowEngine:
             trust_remote_code=engine_args.trust_remote_code,
             revision=engine_args.tokenizer_revision or engine_args.revision,
         )
-        return cls(arguments, tokenizer, options, "cuda:0" if is_cuda else "host")
+        return cls(arguments, tokenizer, options, memory="cuda:0" if is_cuda else "host")
 
     async def is_sleeping(self) -> bool:
         """No. The actor's first call, before it takes any other: the pair is started here.
@@ -135,7 +145,7 @@ class ShadowEngine:
                 tokenizer_end=self._tokenizer_end,
                 has_processed_logprobs=self._arguments.has_processed_logprobs,
             )
-            made = await client.generate(ids, params, session=SESSION.get())
+            made = await self._unless_broken(client.generate(ids, params, session=SESSION.get()))
         finally:
             self.output_processor.num_unfinished -= 1
         yield output_of(
@@ -201,6 +211,21 @@ class ShadowEngine:
         """End it. Upstream never does: its actors are killed, and everything of the pair ends with them."""
         if self._client is not None:
             await self._client.aclose()
+
+    async def _unless_broken(self, generating: Coroutine[Any, Any, Generation]) -> Generation:
+        """What comes of it; or, once no engine can be built any more, why: nothing is left to try then."""
+        request = asyncio.ensure_future(generating)
+        broken = asyncio.ensure_future(self.pair.wait_for(PairState.BROKEN, timeout_s=math.inf))
+        try:
+            await asyncio.wait({request, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
+                await self.pair.weight_version()  # raises the reason
+            return await request
+        finally:
+            broken.cancel()
+            if not request.done():
+                request.cancel()
+                await asyncio.wait({request})
 
     async def _started(self) -> RolloutClient:
         if self._client is None:
