@@ -19,8 +19,8 @@ _ALL = ""
 
 
 class Bubbles:
-    """Learns from the turns of one actor. Its engine is asked first, if it is one that knows (`ShadowEngine`),
-    as that sees its queue and its pace as they are now."""
+    """Learns from the turns of one actor. Its engine is asked first if it is one that knows: a `ShadowEngine`
+    sees its queue and its pace as they are now."""
 
     def __init__(self) -> None:
         self._lengths = Lengths()

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import save
-
 if TYPE_CHECKING:
     import torch
 
@@ -62,6 +60,8 @@ class Shards:
             self.directory.rmdir()
 
     def _write(self) -> None:
+        from safetensors.torch import save
+
         file = os.memfd_create(f"belayer-update-{len(self._files)}")
         self._files.append(file)
         path = Path(f"/proc/{os.getpid()}/fd/{file}")
