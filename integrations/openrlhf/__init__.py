@@ -5,11 +5,14 @@ from belayer_integrations.openrlhf.attempt import EngineFailed, EpisodeLost
 from belayer_integrations.openrlhf.executor import agent_executor, as_user_message
 from belayer_integrations.openrlhf.rollouts import NothingComesBack
 from belayer_integrations.openrlhf.sampling import TurnAborted
+from belayer_integrations.openrlhf.shadow import ShadowOptions, ShadowUnavailable
 
 __all__ = [
     "EngineFailed",
     "EpisodeLost",
     "NothingComesBack",
+    "ShadowOptions",
+    "ShadowUnavailable",
     "TrainerUnavailable",
     "TurnAborted",
     "agent_executor",

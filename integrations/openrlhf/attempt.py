@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 from belayer_integrations.encoding import Encoder
+from belayer_integrations.openrlhf.bubbles import SESSION, Bubbles
 from belayer_integrations.openrlhf.response import Tally
 from belayer_integrations.openrlhf.sampling import read_turn, turn_params
 from belayer_integrations.openrlhf.terms import Terms
@@ -31,6 +34,9 @@ CLOSE_S = 30.0
 """How long an episode waits for its env to close."""
 
 _MOST_ROLLBACKS = 8
+
+_HINT_AFTER_S = 0.05
+"""By then an engine knows of a request. A turn that is over sooner is no time for a checkpoint."""
 
 
 class EpisodeLost(Fault):
@@ -50,6 +56,7 @@ class Request:
     sampling_params: Any
     max_length: int
     engine: Any
+    bubbles: Bubbles
     encoder: Encoder
     member: int
 
@@ -78,6 +85,7 @@ class Attempt:
         self._env = TimedEnv(lambda: terms.make_env(request.prompt, request.label))
         self._is_given_up = False
         self._num_turns = 0
+        self._session = uuid.uuid4().hex
         self.is_cut = False
         """The model's last turn ran into its limit."""
 
@@ -147,16 +155,30 @@ class Attempt:
             draw=(request.member, self._number, self._num_turns),
         )
         self._num_turns += 1
+        SESSION.set(self._session)
+        began = asyncio.get_running_loop().time()
+        hinting = asyncio.ensure_future(self._hint(params.max_tokens))
         try:
             output = await request.engine.generate(
                 list(trajectory.conversation.token_ids), params, multi_modal_data=None
             )
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        finally:
+            hinting.cancel()
         turn = read_turn(output, with_logprobs=request.with_logprobs)
+        request.bubbles.observe(len(turn.token_ids), asyncio.get_running_loop().time() - began)
         trajectory.speak(turn.token_ids, turn.logprobs)
         self.is_cut = turn.is_cut
         return turn.token_ids
+
+    async def _hint(self, max_tokens: int) -> None:
+        """Tell the env of the bubble that has begun. Never raises: a turn is worth more than its hint."""
+        await asyncio.sleep(_HINT_AFTER_S)
+        with contextlib.suppress(Exception):
+            request = self._request
+            if seconds := request.bubbles.predict(request.engine, self._session, max_tokens):
+                self._env.hint(seconds)
 
     async def _within(self, future: Future[T], limit_s: float, what: str) -> T:
         answer = asyncio.wrap_future(future)

@@ -10,6 +10,7 @@ from typing import Any
 
 from belayer_integrations.encoding import Encoder
 from belayer_integrations.openrlhf.attempt import CLOSE_S, Attempt, EngineFailed, Request
+from belayer_integrations.openrlhf.bubbles import Bubbles
 from belayer_integrations.openrlhf.group import Groups
 from belayer_integrations.openrlhf.response import Sample, Tally, response
 from belayer_integrations.openrlhf.terms import Terms
@@ -33,6 +34,7 @@ class Rollouts:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._groups = Groups()
+        self._bubbles = Bubbles()
         self._given_up: list[threading.Thread] = []
         self._num_lost_in_a_row = 0
         atexit.register(self.close, _LAST_WAIT_S)
@@ -64,6 +66,7 @@ class Rollouts:
             sampling_params=sampling_params,
             max_length=max_length,
             engine=llm_engine,
+            bubbles=self._bubbles,
             encoder=Encoder(hf_tokenizer),
             member=member,
         )
