@@ -610,7 +610,6 @@ class ShadowPair:
 
         env = {
             "VLLM_CPU_OMP_THREADS_BIND": half_of_the_cores(lane),
-            "VLLM_RPC_BASE_PATH": str(self._directory),
             # The last to use it when this process is killed, and can't remove it.
             LEFTOVER: str(self._directory),
         }

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from belayer_rollout.fence import KINDS, SHARED_MEMORY, shared_memory_of
+from belayer_rollout.shared_memory import DIRECTORY, shared_memory_of
 
 __all__ = ["EXTENSION", "LEFTOVER", "USER", "WorkerExtension", "end_with"]
 
@@ -23,16 +23,17 @@ USER = "BELAYER_ENGINE_USER"
 """Environment variable: the process id of the engine's user."""
 
 LEFTOVER = "BELAYER_ENGINE_LEFTOVER"
-"""Environment variable: a directory that is to go when the engine's user was killed."""
-
+"""Environment variable: directories (between them os.pathsep) to remove when its user was killed."""
 
 _watched: set[int] = set()
+_left: list[str] = []
+"""Files that this process leaves behind."""
 
 
 def end_with(pid: int) -> None:
     """End this process when that one (the engine's user) dies: EngineCore alone would wait for ever. Once is
     enough, more do no harm. Nobody else is left then to remove what it shares with the engine's other
-    processes, and the directory that `LEFTOVER` names."""
+    processes, and the directories that `LEFTOVER` names."""
     if pid in _watched:
         return
     _watched.add(pid)
@@ -51,11 +52,10 @@ def end_with(pid: int) -> None:
 
 def _end() -> None:
     # Python's resource tracker would, but is a child of the user's, and may have been killed with it.
-    for name in shared_memory_of(("self",)):
-        if name.startswith(tuple(KINDS)):
-            with contextlib.suppress(OSError):
-                (SHARED_MEMORY / name).unlink()
-    if leftover := os.environ.get(LEFTOVER):
+    for path in (*(DIRECTORY / name for name in shared_memory_of(("self",))), *map(Path, _left)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for leftover in filter(None, os.environ.get(LEFTOVER, "").split(os.pathsep)):
         shutil.rmtree(leftover, ignore_errors=True)
     os._exit(1)
 
@@ -64,6 +64,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker. Every name begins with ``belayer_``, so that none of vLLM's is hidden."""
 
     model_runner: Any  # vLLM's
+    distributed_init_method: str  # likewise
     _belayer_before: list[_ModuleState] | None = None
 
     def belayer_pids(self) -> tuple[int, int]:
@@ -72,7 +73,13 @@ class WorkerExtension:
 
     def belayer_end_with(self, pid: int) -> None:
         """See `end_with`."""
+        _left[:] = self.belayer_files()
         end_with(pid)
+
+    def belayer_files(self) -> list[str]:
+        """Files that it leaves behind even if it ends in peace: the one through which its ranks met."""
+        scheme, _, path = self.distributed_init_method.partition("://")
+        return [path] if scheme == "file" else []
 
     def belayer_load(self, directory: str) -> str | None:
         """Put the safetensors of a directory in force, and keep what was before; the reason if that fails,

@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import active_children, resource_tracker
-from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from belayer_rollout.engines.vllm.extension import USER
+from belayer_rollout.shared_memory import shared_memory_of
 
 __all__ = [
     "END_S",
@@ -26,8 +25,6 @@ __all__ = [
     "end_marked",
     "engine_environment",
     "marked",
-    "shared_memory_of",
-    "unlink_shared_memory",
 ]
 
 MARK = "BELAYER_ENGINE"
@@ -108,43 +105,30 @@ def _is_of_engine(
         return False
 
 
-def end_marked(mark: str, known: Iterable[psutil.Process] = (), deadline_s: float = END_S) -> bool:
+def end_marked(
+    mark: str,
+    known: Iterable[psutil.Process] = (),
+    *,
+    shared: set[str] | None = None,
+    deadline_s: float = END_S,
+) -> bool:
     """Kill every process with this mark and wait until they are gone, those that they still start too.
 
     SIGKILL also ends a stopped process. ``known`` are those of which one may be on its way out, when its mark
-    cannot be read any more. Blocks. False if one is still there after the deadline."""
+    cannot be read any more; ``shared`` is given the names of the shared memory that they map. Blocks. False
+    if one is still there after the deadline."""
     deadline = time.monotonic() + deadline_s
     known = list(known)
     while left := [process for process in {*marked(mark), *known} if _is_running(process)]:
         if time.monotonic() > deadline:
             return False
+        if shared is not None:
+            shared |= shared_memory_of(process.pid for process in left)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(left, timeout=0.2)
     return True
-
-
-def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """Names of the shared memory segments that these processes map and this one does not."""
-    return set().union(*(_mapped(pid) for pid in pids)) - _mapped(os.getpid())
-
-
-def unlink_shared_memory(names: Iterable[str]) -> None:
-    """Remove what killed processes left: their segments would otherwise last until this process ends."""
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            segment = SharedMemory(name)
-            segment.close()
-            segment.unlink()
-
-
-def _mapped(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line}
 
 
 class DeathWatch:
