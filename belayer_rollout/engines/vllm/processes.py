@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
-from belayer_rollout.engines.vllm.extension import USER
+from belayer_rollout.memory.orphans import USER
 
 __all__ = [
     "END_S",
