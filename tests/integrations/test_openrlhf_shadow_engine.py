@@ -43,9 +43,13 @@ class Letters:
 
 
 def arguments(**given: Any) -> PairArguments:
-    return PairArguments(
-        **{"model": "no-model", "engine_args": {}, "seed": 0, "has_processed_logprobs": False} | given
-    )
+    default: dict[str, Any] = {
+        "model": "no-model",
+        "engine_args": {},
+        "seed": 0,
+        "has_processed_logprobs": False,
+    }
+    return PairArguments(**default | given)
 
 
 @contextlib.asynccontextmanager
@@ -139,18 +143,15 @@ def test_what_is_asked_is_what_the_engine_gets() -> None:
     from belayer_integrations.openrlhf.shadow.requests import asked
 
     def of(given: Any, **options: Any) -> Any:
-        return asked(
-            given,
-            **{
-                "prompt": PROMPT,
-                "seed": lambda: 99,
-                "max_model_len": 100,
-                "end_tokens": (7,),
-                "tokenizer_end": 26,
-                "has_processed_logprobs": False,
-            }
-            | options,
-        )
+        default: dict[str, Any] = {
+            "prompt": PROMPT,
+            "seed": lambda: 99,
+            "max_model_len": 100,
+            "end_tokens": (7,),
+            "tokenizer_end": 26,
+            "has_processed_logprobs": False,
+        }
+        return asked(given, **default | options)
 
     found = of(
         params(temperature=0.7, top_p=0.9, top_k=-1, min_p=0.1, min_tokens=2, stop_token_ids=[3], stop=["x"])

@@ -20,12 +20,13 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from belayer_rollout.engines.vllm.extension import USER, end_with
+from belayer_rollout.engines.vllm.extension import end_with
 from belayer_rollout.engines.vllm.loader import mapper_of, plain_linears, weights_of
 from belayer_rollout.engines.vllm.tensors import tensor_at
 from belayer_rollout.errors import RolloutError
 from belayer_rollout.memory import device as device_check
 from belayer_rollout.memory.client import OwnerClient
+from belayer_rollout.memory.orphans import USER
 
 __all__ = ["AttachedCPUWorker", "AttachedGPUWorker"]
 

@@ -15,12 +15,9 @@ from typing import Any
 
 from belayer_rollout.shared_memory import DIRECTORY, shared_memory_of
 
-__all__ = ["EXTENSION", "LEFTOVER", "USER", "WorkerExtension", "end_with"]
+__all__ = ["EXTENSION", "LEFTOVER", "WorkerExtension", "end_with"]
 
 EXTENSION = "belayer_rollout.engines.vllm.extension.WorkerExtension"
-
-USER = "BELAYER_ENGINE_USER"
-"""Environment variable: the process id of the engine's user."""
 
 LEFTOVER = "BELAYER_ENGINE_LEFTOVER"
 """Environment variable: directories (between them os.pathsep) to remove when its user was killed."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from belayer_rollout.engines.vllm.extension import USER
+from belayer_rollout.memory.orphans import USER
 from belayer_rollout.shared_memory import shared_memory_of
 
 __all__ = [
