@@ -12,12 +12,16 @@ from belayer_integrations.errors import TrainerUnavailable
 from belayer_integrations.openrlhf.rollouts import Rollouts
 from belayer_integrations.openrlhf.terms import Terms
 
-from belayer_env import ContainerEnv, Task
+from belayer_env import ContainerEnv, Task, paths
+from belayer_env.host.store_mount import ensure_mounted
 from belayer_env.policy import CheckpointPolicy
 from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.store import Store
 
 __all__ = ["agent_executor", "as_user_message"]
+
+_BOOKS = "openrlhf"
+"""The directory in the store that holds the books of samples."""
 
 
 def as_user_message(tokenizer: Any, text: str) -> list[int]:
@@ -74,8 +78,28 @@ def agent_executor(
         ) from error
 
     options = {"runtime": runtime, "policy": policy, "standby": standby, "store": store}
+
+    def resume_env(prompt: str, label: Any, episode_id: str, root: Path) -> ContainerEnv:
+        kind = env if isinstance(env, type) and issubclass(env, ContainerEnv) else ContainerEnv
+        return kind.resume(
+            episode_id,
+            reward=task_of(prompt, label).reward,
+            runtime=None if isinstance(runtime, str) else runtime,
+            policy=None if isinstance(policy, str) else policy,
+            standby=standby,
+            store=root,
+        )
+
+    def books_root() -> Path:
+        if store is None:
+            ensure_mounted()
+            return paths.default_store() / _BOOKS
+        return (store.root if isinstance(store, Store) else Path(store)) / _BOOKS
+
     terms = Terms(
         make_env=lambda prompt, label: env(task_of(prompt, label), **options),
+        resume_env=resume_env,
+        books_root=books_root,
         max_turns=max_turns,
         max_turn_tokens=max_turn_tokens,
         parse_action=parse_action,
