@@ -7,19 +7,50 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-__all__ = ["Incarnation", "load_incarnation", "save_incarnation"]
+__all__ = ["ActorKeepsDying", "Incarnation", "load_incarnation", "save_incarnation"]
 
 _NAMESPACE = "belayer"
+
+
+class ActorKeepsDying(RuntimeError):
+    """A rollout actor that was started again and again, and never came to answer a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
     """The newest one of an actor. ``node``: Ray's id of it; ``group``: its process group there;
-    ``got_weights``: it, or one before it, was sent any."""
+    ``got_weights``: it, or one before it, was sent any; ``has_answered``: a call was; ``num_fruitless``:
+    those in a row before it that had died without an answer."""
 
     node: str
     group: int
-    got_weights: bool
+    got_weights: bool = False
+    has_answered: bool = False
+    num_fruitless: int = 0
+
+    @classmethod
+    def after(cls, before: Incarnation | None, *, node: str, group: int) -> Incarnation:
+        """The next one; the first, if there was none before."""
+        if before is None:
+            return cls(node=node, group=group)
+        return cls(
+            node=node,
+            group=group,
+            got_weights=before.got_weights,
+            num_fruitless=0 if before.has_answered else before.num_fruitless + 1,
+        )
+
+    def require_fruitful(self, most: int) -> None:
+        """Before a call is taken.
+
+        Raises:
+            ActorKeepsDying: ``most`` before it had died in a row without an answer."""
+        if self.num_fruitless >= most and not self.has_answered:
+            raise ActorKeepsDying(
+                f"this rollout actor has died {self.num_fruitless} times in a row without having answered a "
+                "call: look for the cause in Ray's logs of the node (the kernel's OOM killer, a crash of the "
+                "engine)"
+            )
 
 
 def load_incarnation(actor: str) -> Incarnation | None:

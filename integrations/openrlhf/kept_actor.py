@@ -8,6 +8,7 @@ what may be: a tensor of the trainer's is part of a collective operation, and co
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from typing import Any
 
@@ -20,9 +21,9 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
 __all__ = ["KeptRolloutActor"]
 
-CALL_RETRIES = 3
-"""A call that has taken its actor down so often is to blame itself. Other calls may be given again for ever:
-they do nothing that could kill anybody."""
+MOST_FRUITLESS = 3
+"""After so many deaths in a row between which no call was answered it is no bad luck. (Ray's own bound on
+retries will not do: it counts how often it asks, while the actor is being started, whether it has been.)"""
 
 log = logging.getLogger(__name__)
 
@@ -38,25 +39,22 @@ class KeptRolloutActor(_Upstream):
         self._belayer_answers: dict[str, asyncio.Future[Any]] = {}
         before = load_incarnation(self._belayer_actor)
         if before is not None and before.node == node:
-            num = end_group(before.group)
+            num = end_group(before.group)  # vLLM's engine does not notice that its parent is dead
             log.warning("a rollout actor is started again; %d processes of the dead one were left", num)
         elif before is not None:
             log.warning("a rollout actor is started again, on another node: its episodes are begun afresh")
-        self._belayer_weights = WeightsSeen(
-            is_first=before is None, were_sent=before is not None and before.got_weights
-        )
-        self._belayer_incarnation = Incarnation(
-            node=node, group=lead_group(), got_weights=self._belayer_weights.were_sent
-        )
-        save_incarnation(self._belayer_actor, self._belayer_incarnation)
+        incarnation = Incarnation.after(before, node=node, group=lead_group())
+        self._belayer_weights = WeightsSeen(is_first=before is None, were_sent=incarnation.got_weights)
+        self._belayer_note(incarnation)
         await super().__init__(*args, **kwargs)
 
-    @ray.method(max_task_retries=CALL_RETRIES)
+    @ray.method(max_task_retries=-1)
     async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
         """Upstream's.
 
         Raises:
-            WeightsLost: see there."""
+            ActorKeepsDying, WeightsLost: see there."""
+        self._belayer_incarnation.require_fruitful(MOST_FRUITLESS)
         self._belayer_weights.require_current()
         task = ray.get_runtime_context().get_task_id()
         answer = self._belayer_answers.get(task)
@@ -67,9 +65,12 @@ class KeptRolloutActor(_Upstream):
             answer = asyncio.ensure_future(super().generate_responses(*args, **kwargs))
         self._belayer_answers[task] = answer
         try:
-            return await answer
+            found = await answer
         finally:
             del self._belayer_answers[task]
+        if not self._belayer_incarnation.has_answered:
+            self._belayer_note(dataclasses.replace(self._belayer_incarnation, has_answered=True))
+        return found
 
     async def init_process_group(self, *args: Any, **kwargs: Any) -> Any:
         """Upstream's, never given again."""
@@ -100,10 +101,11 @@ class KeptRolloutActor(_Upstream):
         """From now on its weights are not those of the beginning: said before it is so."""
         self._belayer_weights.receive(by_group=by_group, is_last=False)
         if not self._belayer_incarnation.got_weights:
-            self._belayer_incarnation = Incarnation(
-                node=self._belayer_incarnation.node, group=self._belayer_incarnation.group, got_weights=True
-            )
-            save_incarnation(self._belayer_actor, self._belayer_incarnation)
+            self._belayer_note(dataclasses.replace(self._belayer_incarnation, got_weights=True))
+
+    def _belayer_note(self, incarnation: Incarnation) -> None:
+        self._belayer_incarnation = incarnation
+        save_incarnation(self._belayer_actor, incarnation)
 
     @ray.method(max_task_retries=-1)
     def get_num_unfinished_requests(self) -> Any:

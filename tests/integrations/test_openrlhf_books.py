@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from belayer_integrations.openrlhf import ActorRestarted, WeightsLost
+from belayer_integrations.openrlhf import ActorKeepsDying, ActorRestarted, WeightsLost
 from belayer_integrations.openrlhf.book import Past, context_digest, read_records, seed_record, turn_record
 from belayer_integrations.openrlhf.books import KEEP_ANSWERED_S, KEEP_UNANSWERED_S, Books, is_stale
 from belayer_integrations.openrlhf.calls import Call, call_under_way, current_call
+from belayer_integrations.openrlhf.incarnation import Incarnation
 from belayer_integrations.openrlhf.orphans import end_group
 from belayer_integrations.openrlhf.resumption import BookAstray, retell
 from belayer_integrations.openrlhf.sampling import Turn
@@ -265,6 +267,19 @@ def test_old_weights_are_never_sampled_from() -> None:
         again.require_current()
     again.receive(by_group=False, is_last=True)  # by CUDA IPC they come to whoever is there
     again.require_current()
+
+
+def test_an_actor_that_keeps_dying_is_not_asked_for_ever() -> None:
+    incarnation = Incarnation.after(None, node="n", group=2)
+    for _ in range(2):
+        incarnation = Incarnation.after(incarnation, node="n", group=2)
+        incarnation.require_fruitful(3)
+    with pytest.raises(ActorKeepsDying, match="3 times in a row"):
+        Incarnation.after(incarnation, node="n", group=2).require_fruitful(3)
+    answered = dataclasses.replace(incarnation, has_answered=True, got_weights=True)
+    again = Incarnation.after(answered, node="m", group=3)
+    again.require_fruitful(3)
+    assert again == Incarnation(node="m", group=3, got_weights=True)
 
 
 def test_what_a_dead_head_of_a_group_has_left_is_ended() -> None:
