@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,17 @@ def test_an_actor_that_had_been_sent_weights_samples_no_more_when_it_is_started_
         ray.get(batch(actor, tokenizer, image), timeout=240)
     with pytest.raises(ActorRestarted, match=r"ckpt\.load_enable"):
         ray.get(actor.update_weight.remote("no.such.tensor", torch.float32, (1,)))
+
+
+def test_the_launcher_is_upstreams_program_with_the_hook_in_place() -> None:
+    """As far as that goes without CUDA: to the imports of its training half."""
+    program = """
+from belayer_integrations.openrlhf.train import main
+from openrlhf.trainer.ray import create_vllm_engines
+try:
+    main()
+except ModuleNotFoundError as error:
+    print(error.name, create_vllm_engines.__globals__["RolloutRayActor"].__ray_metadata__.class_name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "peft KeptRolloutActor", done.stderr[-2000:]

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 from belayer_integrations.openrlhf.bench.faults import VICTIM, Fault
-from belayer_integrations.openrlhf.bench.outcome import Row
+from belayer_integrations.openrlhf.bench.outcome import Side
 
 FAULTS = {fault.name.lower(): fault for fault in Fault if fault is not Fault.NONE}
 
@@ -62,7 +62,7 @@ def bench(
         report = {
             "bench": "openrlhf under faults",
             "machine": str(machine),
-            "sides": {side: [row.to_json() for row in rows] for side, rows in sides.items()},
+            "sides": {name: side.to_json() for name, side in sides.items()},
         }
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -70,20 +70,21 @@ def bench(
         typer.echo(markdown(sides["openrlhf"], sides["belayer"]))
 
 
-def markdown(theirs: list[Row], ours: list[Row]) -> str:
-    """The table of the docs. Pure."""
+def markdown(theirs: Side, ours: Side) -> str:
+    """The table of the docs, and how long the undisturbed batches took. Pure."""
     lines = [
         "| fault | | survived | equal | tokens lost | seconds lost | what happened |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for pair in zip(theirs, ours, strict=True):
+    for pair in zip(theirs.rows, ours.rows, strict=True):
         for side, row in zip(("OpenRLHF", "Belayer"), pair, strict=True):
             lines.append(
                 f"| {row.fault if side == 'OpenRLHF' else ''} | {side} | {row.num_survived} of "
                 f"{row.num_samples} | {row.num_equal} | {row.tokens_lost} | {row.seconds_lost:.1f} | "
                 f"{row.what} |"
             )
-    return "\n".join(lines)
+    undisturbed = f"undisturbed: OpenRLHF {theirs.undisturbed_s:.1f} s, Belayer {ours.undisturbed_s:.1f} s"
+    return "\n".join([*lines, "", undisturbed])
 
 
 def _fault(name: str) -> Fault:

@@ -9,7 +9,7 @@ from typing import Any
 
 from belayer_integrations.openrlhf.bench.faults import Fault
 
-__all__ = ["Outcome", "Row", "Told", "row_of"]
+__all__ = ["Outcome", "Row", "Side", "Told", "row_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,21 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return dataclasses.asdict(self) | {"seconds_lost": round(self.seconds_lost, 1)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """All rows of one, and how long its undisturbed batch took."""
+
+    undisturbed_s: float
+    rows: list[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "undisturbed_s": round(self.undisturbed_s, 1),
+            "rows": [row.to_json() for row in self.rows],
+        }
 
 
 def row_of(fault: Fault, calm: Outcome, hit: Outcome) -> Row:

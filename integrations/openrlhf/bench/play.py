@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from belayer_integrations.openrlhf.bench.faults import Fault
-from belayer_integrations.openrlhf.bench.outcome import Outcome, Row, row_of
+from belayer_integrations.openrlhf.bench.outcome import Outcome, Row, Side, row_of
 from belayer_integrations.openrlhf.bench.stage import Stage
 
 __all__ = ["SPOILING", "play_belayer", "play_openrlhf"]
@@ -21,11 +21,11 @@ SPOILING = (Fault.ENDLESS, Fault.STOPPED, Fault.ENGINE, Fault.ACTOR)
 """After these an actor of OpenRLHF's is no good for another batch."""
 
 
-def play_openrlhf(stage: Stage, faults: Sequence[Fault], say: Callable[[str], object]) -> list[Row]:
+def play_openrlhf(stage: Stage, faults: Sequence[Fault], say: Callable[[str], object]) -> Side:
     """Upstream's own agent function."""
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
-    rows = []
+    rows: list[Row] = []
     actor: Any = None
     calm: Outcome | None = None
     for fault in faults:
@@ -41,16 +41,18 @@ def play_openrlhf(stage: Stage, faults: Sequence[Fault], say: Callable[[str], ob
             actor = None
     if actor is not None:
         stage.end(actor)
-    return rows
+    assert calm is not None
+    return Side(undisturbed_s=calm.wall_s, rows=rows)
 
 
-def play_belayer(stage: Stage, faults: Sequence[Fault], say: Callable[[str], object]) -> list[Row]:
+def play_belayer(stage: Stage, faults: Sequence[Fault], say: Callable[[str], object]) -> Side:
     """`agent_executor`, in actors that are started again; with a shadow engine where the engine dies."""
     import ray
     from belayer_integrations.openrlhf.kept_actor import KeptRolloutActor
 
     kept = ray.remote(max_restarts=-1)(KeptRolloutActor)
-    rows = {}
+    rows: dict[Fault, Row] = {}
+    walls: list[float] = []
     for agent, theirs in (
         ("our_agent.py", [fault for fault in faults if fault is not Fault.ENGINE]),
         ("shadow_agent.py", [fault for fault in faults if fault is Fault.ENGINE]),
@@ -60,11 +62,12 @@ def play_belayer(stage: Stage, faults: Sequence[Fault], say: Callable[[str], obj
         say(f"Belayer: {agent}")
         actor = stage.actor(kept, agent)
         calm = _undisturbed(stage, actor, stage.batch(actor, Fault.NONE, limit_s=PATIENCE_S))
+        walls.append(calm.wall_s)
         for fault in theirs:
             say(f"Belayer: {fault}")
             rows[fault] = row_of(fault, calm, stage.batch(actor, fault, limit_s=PATIENCE_S))
         stage.end(actor)
-    return [rows[fault] for fault in faults]
+    return Side(undisturbed_s=walls[0], rows=[rows[fault] for fault in faults])
 
 
 def _undisturbed(stage: Stage, actor: Any, warm: Outcome) -> Outcome:

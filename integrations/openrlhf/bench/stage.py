@@ -43,6 +43,7 @@ class Stage:
         self._directory = directory
         self._num_samples = num_samples
         self._num_runs = 0
+        self._processes: dict[Any, list[psutil.Process]] = {}
         self._store = Store(directory / "store")
         from transformers import AutoTokenizer
 
@@ -98,6 +99,7 @@ class Stage:
             worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
         )
         ray.get(made.get_num_unfinished_requests.remote(), timeout=START_S)
+        self._processes[made] = _processes(made)
         return made
 
     def batch(self, actor: Any, fault: Fault, *, limit_s: float) -> Outcome:
@@ -141,14 +143,13 @@ class Stage:
         """The actor, and all that it leaves: processes and containers."""
         import ray
 
-        pid = _pid(actor)
-        children = psutil.Process(pid).children(recursive=True) if pid is not None else []
+        # An engine does not notice the death of its actor, and those of the first incarnation are known.
+        left = [*self._processes.pop(actor), *_processes(actor)]
         ray.kill(actor)
-        if pid is not None:
-            _wait_until(lambda: not psutil.pid_exists(pid), SETTLE_S)
-        for child in children:
+        for process in left:
             with contextlib.suppress(psutil.Error):
-                child.kill()
+                process.kill()
+        psutil.wait_procs(left, SETTLE_S)
         for home in self._store.homes():
             open_sweeper(home.runtime or "runc", self._store).sweep(home.path)
 
@@ -187,23 +188,25 @@ class Stage:
         """The faults of processes, from outside, with a third of all steps begun."""
         if fault not in (Fault.ENGINE, Fault.ACTOR):
             return
-        pid = _pid(actor)
-        assert pid is not None
-        engines = [child for child in psutil.Process(pid).children(recursive=True) if _is_engine(child)]
+        actor_process, *children = _processes(actor)
+        engines = [child for child in children if _is_engine(child)]
         wanted = self._num_samples * MAX_TURNS // 3
         while not done.wait(_POLL_S):
             if len(_lines(run / "steps")) >= wanted:
-                (psutil.Process(pid) if fault is Fault.ACTOR else engines[0]).kill()
+                (actor_process if fault is Fault.ACTOR else engines[0]).kill()
                 return
 
 
-def _pid(actor: Any) -> int | None:
+def _processes(actor: Any) -> list[psutil.Process]:
+    """The actor's own first, and then those below it; none of a dead one."""
     import ray
 
     try:
-        return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=5.0))
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return None
+        pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=5.0)
+        head = psutil.Process(pid)
+        return [head, *head.children(recursive=True)]
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, psutil.Error):
+        return []
 
 
 def _is_engine(process: psutil.Process) -> bool:
