@@ -4,19 +4,22 @@ dead one's place, and removed some time after their call was answered. Seconds."
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import random
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 from belayer_integrations.openrlhf.book import Past, read_records, seed_record
 from belayer_integrations.openrlhf.calls import Call
+
+from belayer_env.errors import BelayerError
 
 __all__ = ["Book", "Books", "no_book"]
 
@@ -73,10 +76,11 @@ def no_book(seed: int | None) -> Book:
 
 
 class Books:
-    """Those of one rollout actor, below ``root``, a directory that its successor on this node has too."""
+    """Those of one rollout actor, below ``root``, a directory that its successor on this node has too. It is
+    asked for when there is a book to open: its disk may have to be mounted first."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Callable[[], Path]) -> None:
+        self._find_root = root
         self._has_tidied = False
 
     async def open(self, call: Call, member: int, seed: int | None) -> Book:
@@ -88,15 +92,19 @@ class Books:
         """The call is about to be answered; what of others is no longer wanted goes."""
         await anyio.to_thread.run_sync(self._close, call)
 
+    @functools.cached_property
+    def _root(self) -> Path:
+        return self._find_root()
+
     def _open(self, call: Call, member: int, seed: int | None) -> Book:
-        path = self._root / call.actor / call.task / f"{member}.jsonl"
         try:
+            path = self._root / call.actor / call.task / f"{member}.jsonl"
             if not self._has_tidied:
                 self._has_tidied = True
                 self._tidy()
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             past = _read(path)
-        except OSError as error:
+        except (OSError, BelayerError) as error:
             log.warning("a sample has no book: %s", error)
             return no_book(seed)
         book = Book(path, past)
@@ -106,9 +114,9 @@ class Books:
         return book
 
     def _close(self, call: Call) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BelayerError):
             (self._root / call.actor / call.task / _ANSWERED).touch()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BelayerError):
             self._tidy()
 
     def _tidy(self) -> None:

@@ -38,7 +38,7 @@ class Rollouts:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._groups = Groups()
-        self._known_books: Books | None = None
+        self._books = Books(terms.books_root)
         self._given_up: list[threading.Thread] = []
         self._num_lost_in_a_row = 0
         atexit.register(self.close, _LAST_WAIT_S)
@@ -103,13 +103,6 @@ class Rollouts:
         for closing in self._given_up:
             closing.join(max(0.0, until - time.monotonic()))
         return not any(closing.is_alive() for closing in self._given_up)
-
-    @property
-    def _books(self) -> Books:
-        # Not before they are wanted: their disk may have to be mounted first.
-        if self._known_books is None:
-            self._known_books = Books(self._terms.books_root())
-        return self._known_books
 
     async def _sample(self, request: Request, tally: Tally, book: Book) -> tuple[Sample | None, str]:
         """The sample, or None and why."""

@@ -159,7 +159,7 @@ def test_a_book_that_cannot_be_written_takes_no_sample_with_it(
 def test_books_are_removed_some_time_after_their_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = Books(tmp_path)
+    books = Books(lambda: tmp_path)
     other = Call("actor", "other")
 
     async def answer(call: Call) -> None:
