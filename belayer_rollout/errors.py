@@ -16,6 +16,7 @@ RolloutError
 ├── OwnerFault                the process or the memory that outlives workers is not fit for a take-over
 │   ├── OwnerGone             the owner process died
 │   ├── OwnerDamaged          its memory is not what was published: a checksum or an epoch differs
+│   ├── WeightsLost           the weights in force went with it, and no files hold them
 │   └── DeviceUnfit           the accelerator reports errors or fails a small kernel
 ├── UpdateFailed              a weight update did not come through: the version before it is in force
 ├── SetupError                this host cannot do what was asked; it ends with the remedy
@@ -48,6 +49,7 @@ __all__ = [
     "UnknownRequest",
     "UpdateFailed",
     "WeightVersionChanged",
+    "WeightsLost",
     "WorkerBusy",
     "WorkerFault",
     "WorkerGarbled",
@@ -136,6 +138,10 @@ class OwnerGone(OwnerFault):
 
 class OwnerDamaged(OwnerFault):
     """The owner's memory is not what was published, or belongs to another epoch."""
+
+
+class WeightsLost(OwnerFault):
+    """The weights in force went with their owner, and no files hold them: nothing older serves instead."""
 
 
 class DeviceUnfit(OwnerFault):

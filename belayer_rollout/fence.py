@@ -24,6 +24,11 @@ PF_EXITING = 0x4
 
 POLL_S = 0.0005
 
+SHARED_MEMORY = Path("/dev/shm")
+
+KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
+"""How Python's multiprocessing names its files there, and what its resource tracker calls them."""
+
 
 class Fenced:
     """Some processes, held by pidfds: a number that is used again is never mistaken for one of them.

@@ -10,15 +10,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
-from belayer_rollout.fence import Fenced, is_stopped, shared_memory_of
+from belayer_rollout.fence import KINDS, SHARED_MEMORY, Fenced, is_stopped, shared_memory_of
 from belayer_rollout.types import EngineRequest, ModelInfo, TokenChunk
 
 __all__ = ["EngineFactory", "PairEngine", "ProcessIds", "Slot", "remove_shared_memory"]
-
-SHARED_MEMORY = Path("/dev/shm")
-
-KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
-"""How Python's multiprocessing names its files there, and what its resource tracker calls them."""
 
 
 class ProcessIds(Protocol):
@@ -54,9 +49,19 @@ class PairEngine(Protocol):
 
 class EngineFactory(Protocol):
     """Makes an engine (not started) on an owner. ``lane`` is 0 or 1, another than that of the engine that
-    serves: two of them share no core, for one."""
+    serves: two of them share no core, for one. ``weights``, of version ``files_version``, is what an empty
+    owner is given: a directory of safetensors, None for the model's own files."""
 
-    def __call__(self, *, owner: Path, lane: int, name: str, in_background: bool) -> PairEngine: ...
+    def __call__(
+        self,
+        *,
+        owner: Path,
+        lane: int,
+        name: str,
+        in_background: bool,
+        weights: Path | None,
+        files_version: int,
+    ) -> PairEngine: ...
 
 
 class Slot:
@@ -69,7 +74,7 @@ class Slot:
         self.num_open = 0
         """Streams that wait for tokens."""
         self.is_held = False
-        """Paused by an update: silence is no fault."""
+        """Paused, by an update or the pair's user: silence is no fault."""
         self.is_lost = False
         self.seen_alive = time.monotonic()
         self._shared: frozenset[str] = frozenset()

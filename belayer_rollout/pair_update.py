@@ -65,17 +65,17 @@ async def _version_of(seat: OwnerSeat) -> int | None:
 
 @contextlib.asynccontextmanager
 async def _held(primary: Slot, lose: Lose) -> AsyncIterator[None]:
-    """Within: no step of the primary is under way, and its requests wait."""
-    primary.is_held = True
+    """Within: no step of the primary is under way, and its requests wait. One that was held stays so."""
+    was_held, primary.is_held = primary.is_held, True
     try:
         with contextlib.suppress(WorkerFault):
             # One that is lost draws no token, which is all that is wanted here.
             await primary.engine.hold()
         yield
     finally:
-        primary.is_held = False
+        primary.is_held = was_held
         primary.seen_alive = asyncio.get_running_loop().time()
-        if not primary.is_lost:
+        if not (primary.is_lost or was_held):
             try:
                 await primary.engine.release()
             except RolloutError as error:

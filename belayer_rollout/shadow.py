@@ -25,6 +25,7 @@ from belayer_rollout.errors import (
     RolloutError,
     SetupError,
     UpdateFailed,
+    WeightsLost,
     WorkerFault,
     WorkerGone,
 )
@@ -83,6 +84,8 @@ class ShadowPair:
         self._name = name
         self._engine_args = dict(engine_args or {})
         self._env = dict(env or {})
+        self._files: Path | None = None
+        """Where weights `_files_version` are; None: in the model's own files."""
         self._files_version = weight_version
         self._version = weight_version
         self._exact = exact_resume
@@ -106,6 +109,7 @@ class ShadowPair:
         self._shadow: Slot | None = None
         self._epoch = 0
         self._directory: Path | None = None
+        self._is_paused = False
         self._broken = ""
         self.history: list[Takeover] = []
         """Every fault of a primary, oldest first."""
@@ -131,6 +135,11 @@ class ShadowPair:
         """Grows with every primary; its chunks are marked NAME/EPOCH."""
         return self._epoch
 
+    @property
+    def directory(self) -> Path | None:
+        """For its engines' sockets, and what its user wants to go when the pair does; None before `start`."""
+        return self._directory
+
     def primary_processes(self) -> tuple[int, ...]:
         """Ids of the processes of the engine that serves, EngineCore first; for drills."""
         return self._primary.processes.pids if self._primary is not None else ()
@@ -153,6 +162,7 @@ class ShadowPair:
 
     async def start(self) -> None:
         """Return when a primary serves; its shadow is built after that (`wait_for(PairState.GUARDED)`).
+        A broken pair starts anew, and where its weights were lost, from files: see `weight_version`.
 
         Raises:
             WorkerFault, OwnerFault, SetupError: it can't be."""
@@ -160,6 +170,8 @@ class ShadowPair:
             if self._state in (PairState.NEW, PairState.BROKEN):
                 first = self._state is PairState.NEW
                 await self._move(Event.START)
+                # Where those in force were lost, this call is the consent to older ones.
+                self._version = await self._held_version()
                 if first:
                     self._directory = Path(tempfile.mkdtemp(prefix="belayer-pair-"))
                     self._spawn(self._supervise())
@@ -183,7 +195,31 @@ class ShadowPair:
             await self._primary.engine.abort(request_id)
 
     async def health(self) -> None:
-        await prove_generating(self)
+        if self._is_paused:
+            await self._serving()
+        else:
+            await prove_generating(self)
+
+    async def pause(self) -> None:
+        """Draw no token until `resume`, whoever becomes primary meanwhile; requests wait. Idempotent."""
+        self._is_paused = True
+        async with self._turn:
+            if (primary := self._at_work) is not None:
+                # One that breaks in this has a successor, which is paused before it serves.
+                with contextlib.suppress(WorkerFault):
+                    await self._keep_paused(primary)
+
+    async def resume(self) -> None:
+        """Go on. Idempotent."""
+        async with self._turn:
+            was_paused, self._is_paused = self._is_paused, False
+            if (primary := self._at_work) is not None and was_paused:
+                primary.is_held = False
+                primary.seen_alive = time.monotonic()
+                try:
+                    await primary.engine.release()
+                except RolloutError as error:
+                    self._lose(primary, f"it did not go on after a pause: {error}")
 
     async def weight_version(self) -> int:
         await self._serving()
@@ -192,7 +228,11 @@ class ShadowPair:
     async def update_weights(self, version: int, source: WeightSource) -> None:
         """See `EngineWorker.update_weights`. The shadow, which is idle, loads the update into the owner's
         other buffer while the primary serves on; committing it is one step, after which both map it. A
-        cancelled call waits until the update is through or undone."""
+        cancelled call waits until the update is through or undone.
+
+        A directory has to stay as it is until the next update: if the owner's memory is lost, and no engine
+        has it either, these weights are loaded from there. Tensors are not kept: lost with all three
+        processes, they break the pair (`WeightsLost`), which serves no older ones on its own account."""
         update = asyncio.ensure_future(self._update(version, source))
         try:
             await asyncio.shield(update)
@@ -328,6 +368,7 @@ class ShadowPair:
             epoch, version = await self._seat.fence()
             checked = time.monotonic()
             answer = await shadow.engine.activate(epoch)
+            await self._keep_paused(shadow)
             if shadow.is_lost:
                 raise WorkerGone("the shadow was lost as it took over", worker=self._name)
         except (OwnerFault, WorkerFault) as error:
@@ -340,6 +381,11 @@ class ShadowPair:
         record.activate_s = time.monotonic() - checked - device_s
         self._shadow = None
         await self._crown(shadow, version, record, Event.ACTIVATED)
+
+    async def _keep_paused(self, slot: Slot) -> None:
+        if self._is_paused:
+            slot.is_held = True
+            await slot.engine.hold()
 
     async def _crown(self, slot: Slot, version: int | None, record: Takeover, event: Event) -> None:
         """From here on requests go to it."""
@@ -360,7 +406,7 @@ class ShadowPair:
             try:
                 await self._build_primary(record)
                 return
-            except SetupError as error:
+            except (SetupError, WeightsLost) as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 break
             except RolloutError as error:
@@ -376,6 +422,7 @@ class ShadowPair:
         try:
             epoch, version = await self._seat.fence()
             await slot.engine.activate(epoch)
+            await self._keep_paused(slot)
             if slot.is_lost:
                 raise WorkerGone("the primary died as it was activated", worker=self._name)
         except BaseException:
@@ -385,7 +432,12 @@ class ShadowPair:
 
     async def _build(self, *, lane: int, in_background: bool) -> Slot:
         engine = self._make_engine(
-            owner=self._seat.process.path, lane=lane, name=f"{self._name}/shadow", in_background=in_background
+            owner=self._seat.process.path,
+            lane=lane,
+            name=f"{self._name}/shadow",
+            in_background=in_background,
+            weights=self._files,
+            files_version=self._files_version,
         )
         slot = Slot(engine, lane)
         try:
@@ -399,11 +451,27 @@ class ShadowPair:
     # The owner.
 
     async def _make_owner_sound(self, record: Takeover) -> None:
+        """Raises:
+        WeightsLost: nobody has the weights in force."""
+        if await self._sound_version(record) is None and self._version != self._files_version:
+            raise WeightsLost(
+                f"weights {self._version} were lost with their owner; {self._files_version} is in files. "
+                "Give update_weights a directory that stays, or start the pair again to have those"
+            )
+
+    async def _held_version(self) -> int:
+        """What an owner that is sound has, or else the files'."""
+        with contextlib.suppress(OwnerFault):
+            if self._seat.pid is not None and (held := await self._seat.check(None)) is not None:
+                return held
+        return self._files_version
+
+    async def _sound_version(self, record: Takeover) -> int | None:
+        """The version that the owner holds, which may be another owner now; None: it is empty."""
         rescue_from: list[PairEngine] = []
         if self._seat.pid is not None:
             try:
-                await self._seat.check(None)
-                return
+                return await self._seat.check(None)
             except OwnerDamaged as error:
                 # What an engine maps is this very memory: only the files are left.
                 record.notes.append(f"OwnerDamaged: {error}")
@@ -411,12 +479,10 @@ class ShadowPair:
                 record.notes.append(f"{type(error).__name__}: {error}")
                 if self._shadow is not None and not self._shadow.is_lost:
                     rescue_from.append(self._shadow.engine)
-        await self._seat_owner(rescue_from, record)
+        return await self._seat_owner(rescue_from)
 
-    async def _seat_owner(self, rescue_from: list[PairEngine], record: Takeover | None = None) -> int | None:
+    async def _seat_owner(self, rescue_from: list[PairEngine]) -> int | None:
         version = await self._seat.renew(rescue_from)
-        if version is None and self._version != self._files_version and record is not None:
-            record.notes.append(f"weights {self._version} were lost with their owner; the files serve")
         self._spawn(self._watch_owner())
         return version
 
@@ -525,14 +591,28 @@ class ShadowPair:
                         lose=self._lose,
                     )
                     self._version = version
+                    if not isinstance(source, Mapping):
+                        self._files, self._files_version = directory.absolute(), version
                     return
 
-    def _make_vllm(self, *, owner: Path, lane: int, name: str, in_background: bool) -> PairEngine:
+    def _make_vllm(
+        self,
+        *,
+        owner: Path,
+        lane: int,
+        name: str,
+        in_background: bool,
+        weights: Path | None,
+        files_version: int,
+    ) -> PairEngine:
         from belayer_rollout.engines.vllm.attached import AttachedVllm, half_of_the_cores
+        from belayer_rollout.engines.vllm.extension import LEFTOVER
 
         env = {
             "VLLM_CPU_OMP_THREADS_BIND": half_of_the_cores(lane),
             "VLLM_RPC_BASE_PATH": str(self._directory),
+            # The last to use it when this process is killed, and can't remove it.
+            LEFTOVER: str(self._directory),
         }
         return AttachedVllm(
             self._model,
@@ -541,7 +621,8 @@ class ShadowPair:
             name=name,
             engine_args=self._engine_args,
             env=env | self._env,
-            files_version=self._files_version,
+            weights=weights,
+            files_version=files_version,
             exact_resume=self._exact,
             in_background=in_background,
         )

@@ -33,6 +33,7 @@ class TimedEnv:
         self._make = make
         self._env: ContainerEnv | None = None
         self._call = threading.Thread()  # the one under way; this one never was
+        self._hinting: threading.Thread | None = None
         self._closing: threading.Thread | None = None
 
     @property
@@ -69,6 +70,20 @@ class TimedEnv:
             raise RuntimeError("step() before start() has made an env")
         return self._run(lambda: env.step(action))
 
+    def hint(self, seconds: float) -> None:
+        """Between two calls: so long it will likely be until the next one (`ContainerEnv.hint_bubble`), which
+        waits until the env has taken it in. Waits for nothing itself, and never raises."""
+        env = self._env
+        if env is None or self._closing is not None or self._call.is_alive():
+            return
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):
+                env.hint_bubble(seconds)
+
+        self._hinting = threading.Thread(target=tell, name="belayer-hint", daemon=True)
+        self._hinting.start()
+
     def close(self) -> threading.Thread:
         """End it in the background, with whatever call is under way; join the thread to wait for that. Never
         raises; more calls give the same thread."""
@@ -81,8 +96,11 @@ class TimedEnv:
         if self._closing is not None:
             raise RuntimeError("this env has been closed")
         future: Future[T] = Future()
+        hinting, self._hinting = self._hinting, None
 
         def work() -> None:
+            if hinting is not None:
+                hinting.join()
             try:
                 future.set_result(call())
             except BaseException as error:  # noqa: BLE001 - the future's reader raises it

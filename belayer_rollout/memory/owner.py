@@ -29,6 +29,7 @@ from belayer_rollout.memory import digest, wire
 from belayer_rollout.memory.base import OwnerMemory, Region
 from belayer_rollout.memory.book import Book, Commit, Refused
 from belayer_rollout.memory.memfd import HostMemory, HostRegion
+from belayer_rollout.memory.orphans import end_orphans
 
 __all__ = ["Owner", "main"]
 
@@ -189,6 +190,8 @@ class Server:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._stopping = False
         self._names = 0
+        self._users: set[int] = set()
+        """Process ids of those who have had a lease."""
 
     def serve(self, starter: socket.socket) -> None:
         """Until the last lease is gone, starting with that of ``starter``, or until told to stop."""
@@ -209,6 +212,12 @@ class Server:
                     os.read(self._wake_read, 4096)
                 else:
                     self._end_lease(key.data)
+
+    def end_orphans(self) -> None:
+        """After `serve`: engines of users that were killed end."""
+        for user in self._users:
+            if not self._stopping:
+                end_orphans(user, is_stopped=lambda: self._stopping)
 
     def stop(self) -> None:
         self._stopping = True
@@ -256,6 +265,7 @@ class Server:
             if holder in self._leases:
                 return
             self._leases[holder] = pidfd = os.pidfd_open(pid)
+            self._users.add(pid)
             self._selector.register(pidfd, selectors.EVENT_READ, data=holder)
         self._nudge()
 
@@ -295,6 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()
+    server.end_orphans()
     return 0
 
 

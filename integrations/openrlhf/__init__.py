@@ -7,6 +7,7 @@ from belayer_integrations.openrlhf.incarnation import ActorKeepsDying
 from belayer_integrations.openrlhf.keeping import keep_actors_alive
 from belayer_integrations.openrlhf.rollouts import NothingComesBack
 from belayer_integrations.openrlhf.sampling import TurnAborted
+from belayer_integrations.openrlhf.shadow import ShadowOptions, ShadowUnavailable
 from belayer_integrations.openrlhf.weights import ActorRestarted, WeightsLost
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "EngineFailed",
     "EpisodeLost",
     "NothingComesBack",
+    "ShadowOptions",
+    "ShadowUnavailable",
     "TrainerUnavailable",
     "TurnAborted",
     "WeightsLost",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from belayer_integrations.openrlhf.book import (
     undo_record,
 )
 from belayer_integrations.openrlhf.books import Book
+from belayer_integrations.openrlhf.bubbles import SESSION, Bubbles
 from belayer_integrations.openrlhf.leftover import end_leftover
 from belayer_integrations.openrlhf.played import Played
 from belayer_integrations.openrlhf.response import Tally
@@ -46,6 +49,9 @@ CLOSE_S = 30.0
 
 _MOST_ROLLBACKS = 8
 
+_HINT_AFTER_S = 0.05
+"""By then an engine knows of a request. A turn that is over sooner is no time for a checkpoint."""
+
 
 class EpisodeLost(Fault):
     """The env goes on, but the episode is not worth it: it was rolled back again and again."""
@@ -65,6 +71,7 @@ class Request:
     sampling_params: Any
     max_length: int
     engine: Any
+    bubbles: Bubbles
     encoder: Encoder
     member: int
     seed: int | None
@@ -95,6 +102,7 @@ class Attempt:
         self._env = self._new_env()
         self._is_given_up = False
         self._num_turns = 0
+        self._session = uuid.uuid4().hex
         self._is_cut = False
 
     async def play(self, past: Past) -> Played:
@@ -234,19 +242,33 @@ class Attempt:
             draw=(request.member, self._number, self._num_turns),
         )
         self._num_turns += 1
+        SESSION.set(self._session)
+        began = asyncio.get_running_loop().time()
+        hinting = asyncio.ensure_future(self._hint(params.max_tokens))
         try:
             output = await request.engine.generate(
                 list(trajectory.conversation.token_ids), params, multi_modal_data=None
             )
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        finally:
+            hinting.cancel()
         turn = read_turn(output, with_logprobs=request.with_logprobs)
+        request.bubbles.observe(len(turn.token_ids), asyncio.get_running_loop().time() - began)
         if self._book.is_kept:
             context = context_digest(trajectory.conversation.token_ids)
             await self._book.write(turn_record(turn, context, self._tally.to_json()))
         trajectory.speak(turn.token_ids, turn.logprobs)
         self._is_cut = turn.is_cut
         return turn
+
+    async def _hint(self, max_tokens: int) -> None:
+        """Tell the env of the bubble that has begun. Never raises: a turn is worth more than its hint."""
+        await asyncio.sleep(_HINT_AFTER_S)
+        with contextlib.suppress(Exception):
+            request = self._request
+            if seconds := request.bubbles.predict(request.engine, self._session, max_tokens):
+                self._env.hint(seconds)
 
     async def _within(self, future: Future[T], limit_s: float, what: str) -> T:
         answer = asyncio.wrap_future(future)

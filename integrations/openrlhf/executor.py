@@ -10,6 +10,8 @@ from belayer_integrations.actions import last_command
 from belayer_integrations.encoding import Encoder
 from belayer_integrations.errors import TrainerUnavailable
 from belayer_integrations.openrlhf.rollouts import Rollouts
+from belayer_integrations.openrlhf.shadow import ShadowOptions
+from belayer_integrations.openrlhf.shadow.install import engine_of, install
 from belayer_integrations.openrlhf.terms import Terms
 
 from belayer_env import ContainerEnv, Task, paths
@@ -48,6 +50,7 @@ def agent_executor(
     policy: str | CheckpointPolicy = "adaptive",
     standby: bool = False,
     store: Store | str | Path | None = None,
+    shadow: bool | ShadowOptions = False,
 ) -> type[Any]:
     """An `AgentExecutor` for OpenRLHF's ``--train.agent_func_path``: a container env for each sample.
 
@@ -65,6 +68,10 @@ def agent_executor(
     error is raised.
 
     ``runtime``, ``policy``, ``standby`` and ``store`` go to ``env``.
+
+    ``shadow``: the actor's engine becomes a shadow pair, which survives the death of its EngineCore; see
+    `ShadowOptions`, and docs/openrlhf.md for what that costs. What does not go together with it ends the
+    actor's construction with `ShadowUnavailable`.
 
     Raises:
         InvalidInput: a bound that is not positive.
@@ -111,11 +118,15 @@ def agent_executor(
         most_lost_in_a_row=most_lost_in_a_row,
     )
 
+    shadowed = ShadowOptions() if shadow is True else shadow or None
+
     class AgentExecutor(AgentExecutorBase):
         """Made by `agent_executor`."""
 
         def __init__(self) -> None:
             self.rollouts = Rollouts(terms)
+            # The actor makes its executor before its engine.
+            self.has_shadow = shadowed is not None and install(shadowed)
 
         async def execute(
             self,
@@ -128,6 +139,8 @@ def agent_executor(
             images: Any = None,
         ) -> dict[str, Any]:
             """See `Rollouts.execute`."""
+            if self.has_shadow:
+                engine_of(llm_engine)
             return await self.rollouts.execute(
                 prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images
             )

@@ -12,6 +12,7 @@ from belayer_integrations.encoding import Encoder
 from belayer_integrations.openrlhf.attempt import CLOSE_S, Attempt, EngineFailed, Request
 from belayer_integrations.openrlhf.book import Past, attempt_record, lost_record
 from belayer_integrations.openrlhf.books import Book, Books, no_book
+from belayer_integrations.openrlhf.bubbles import Bubbles
 from belayer_integrations.openrlhf.calls import current_call
 from belayer_integrations.openrlhf.group import Groups
 from belayer_integrations.openrlhf.leftover import end_leftover
@@ -39,6 +40,7 @@ class Rollouts:
         self._terms = terms
         self._groups = Groups()
         self._books = Books(terms.books_root)
+        self._bubbles = Bubbles()
         self._given_up: list[threading.Thread] = []
         self._num_lost_in_a_row = 0
         atexit.register(self.close, _LAST_WAIT_S)
@@ -77,6 +79,7 @@ class Rollouts:
                 sampling_params=sampling_params,
                 max_length=max_length,
                 engine=llm_engine,
+                bubbles=self._bubbles,
                 encoder=Encoder(hf_tokenizer),
                 member=member,
                 seed=book.past.seed,

@@ -25,10 +25,12 @@ MAX_TURN_TOKENS = 3
 
 
 class Watched(ContainerEnv):
-    """Notes what its ledger holds at its end, and meets its fault."""
+    """Notes what its ledger holds at its end and which hints it got, and meets its fault."""
 
     fault = ""
     faults: Faults
+    hints: list[tuple[int, float]]
+    """Steps before it, and seconds."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         is_there = len(self.episode.ledger) == 2 and not self.telemetry.recoveries
@@ -44,11 +46,16 @@ class Watched(ContainerEnv):
             self.episode.sandbox.kill()
         return super().step(action)
 
+    def hint_bubble(self, seconds: float) -> None:
+        self.hints.append((len(self.episode.ledger), seconds))
+        super().hint_bubble(seconds)
+
     def close(self) -> None:
         if self._episode is not None:
             note = {
                 "label": self.task.env["NUMBER"],
                 "actions": [s.action for s in self._episode.ledger.steps],
+                "hints": self.hints,
             }
             (Path(self.task.env["NOTES"]) / uuid.uuid4().hex).write_text(json.dumps(note))
         super().close()
@@ -102,7 +109,7 @@ def make_env(task: Task, **options: Any) -> ContainerEnv:
         options["runtime"] = FaultyRuntime(open_runtime("runc", store), faults)
     env = Watched(task, **options)
     env._owns_store = True
-    env.fault, env.faults = fault, faults
+    env.fault, env.faults, env.hints = fault, faults, []
     return env
 
 

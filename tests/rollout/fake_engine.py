@@ -37,8 +37,9 @@ class FakeEngine:
 
     supports_exact_resume = True
 
-    def __init__(self, fleet: Fleet, owner: Path, name: str) -> None:
+    def __init__(self, fleet: Fleet, owner: Path, name: str, files_version: int) -> None:
         self._fleet = fleet
+        self._files_version = files_version
         self.owner = owner
         self.name = name
         self.version = -1
@@ -60,7 +61,7 @@ class FakeEngine:
         asyncio.get_running_loop().add_reader(self._fd, self.sever, "its process died")
         with OwnerClient(self.owner) as client:
             if client.health().version is None:
-                self._publish(client, self._fleet.files_version)
+                self._publish(client, self._files_version)
         await self.follow()
 
     async def close(self) -> None:
@@ -176,16 +177,27 @@ def _sleeper() -> subprocess.Popen[bytes]:
 class Fleet:
     """Makes the engines of a pair, and holds what is to go wrong with them."""
 
-    def __init__(self, files_version: int = 0) -> None:
-        self.files_version = files_version
+    def __init__(self) -> None:
         self.engines: list[FakeEngine] = []
+        self.weights: list[Path | None] = []
+        """Where each was to load from, had its owner been empty."""
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.start_error: SetupError | WorkerGone | None = None
         self.on_activate: Callable[[FakeEngine], Any] | None = None
         self.on_fill: Callable[[FakeEngine], Any] | None = None
 
-    def __call__(self, *, owner: Path, lane: int, name: str, in_background: bool) -> PairEngine:
-        engine = FakeEngine(self, owner, name)
+    def __call__(
+        self,
+        *,
+        owner: Path,
+        lane: int,
+        name: str,
+        in_background: bool,
+        weights: Path | None,
+        files_version: int,
+    ) -> PairEngine:
+        engine = FakeEngine(self, owner, name, files_version)
+        self.weights.append(weights)
         self.engines.append(engine)
         return engine

@@ -22,6 +22,7 @@ from belayer_rollout.memory.client import Draft, OwnerClient
 from belayer_rollout.memory.launch import OwnerProcess
 from belayer_rollout.memory.layout import Layout, TensorSpec, plan_layout
 from belayer_rollout.memory.memfd import HostMapper, bytes_at
+from belayer_rollout.memory.orphans import USER
 
 LAYOUT = plan_layout([TensorSpec("w", (700, 1000), "float32"), TensorSpec("b", (3,), "int8", "buffer")])
 MAPPER = HostMapper()
@@ -302,6 +303,27 @@ def test_an_owner_ends_with_its_killed_starter_and_removes_its_socket() -> None:
     end(starter)
     assert wait_ended(pid)
     assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_engines_of_a_killed_user_end_and_those_of_a_living_one_do_not(is_killed: bool) -> None:
+    starter, pid, _ = start_elsewhere(0.0)
+    engines = [
+        subprocess.Popen(["sleep", "100"], env={USER: str(user)}) for user in (starter.pid, os.getpid())
+    ]
+    try:
+        if is_killed:
+            end(starter)
+        else:
+            os.kill(pid, signal.SIGTERM)
+        assert wait_ended(pid)
+        assert engines[1].poll() is None
+        assert engines[0].poll() == (-signal.SIGKILL if is_killed else None)
+    finally:
+        end(starter)
+        for engine in engines:
+            engine.kill()
+            engine.wait()
 
 
 def test_an_owner_that_may_linger_is_taken_over_by_the_next_lease() -> None:

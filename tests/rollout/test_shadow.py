@@ -23,14 +23,14 @@ from tests.rollout.fake_engine import FakeEngine, Fleet, next_token
 pytest.importorskip("psutil")
 
 NUM_TOKENS = 60
-NEW_WEIGHTS = Path()
+NEW_WEIGHTS = Path.cwd()
 """The fake engines make up what they load."""
 
 
 @contextlib.asynccontextmanager
 async def guarded(**options: Any) -> AsyncIterator[tuple[ShadowPair, Fleet]]:
     """A pair with a ready shadow; afterwards nothing of it may be left."""
-    fleet = Fleet(options.get("weight_version", 0))
+    fleet = Fleet()
     pair = ShadowPair("no-model", name="p", make_engine=fleet, **options)
     try:
         await pair.start()
@@ -265,17 +265,77 @@ def test_an_owner_that_another_client_fenced_is_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_damaged_weights_are_refused_and_loaded_anew() -> None:
+@pytest.mark.parametrize("num_updates", [0, 1, 2])
+def test_damaged_weights_are_refused_and_those_in_force_are_loaded_anew(num_updates: int) -> None:
     async def scenario() -> None:
-        async with guarded(memory="host-unsealed", weight_version=2) as (pair, _):
-            await pair.update_weights(5, NEW_WEIGHTS)
+        async with guarded(memory="host-unsealed", weight_version=2) as (pair, fleet):
+            for version in range(3, 3 + num_updates):
+                await pair.update_weights(version, NEW_WEIGHTS)
             damage_weights(pair.owner_process())
             check(await stream(pair, at(5, lambda: kill(*pair.primary_processes()))))
             (last,) = pair.history
             assert last.path == "cold"
             assert "not what was published" in last.reason
-            # What is served, and what is said of it, are the files' weights again.
-            assert (last.weight_version, await pair.weight_version()) == (2, 2)
+            assert last.weight_version == await pair.weight_version() == 2 + num_updates
+            assert fleet.weights[-1] == (NEW_WEIGHTS if num_updates else None)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.vllm  # whose environment has torch, and safetensors
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_weights_that_nobody_has_any_more_break_the_pair_and_nothing_older_serves(is_damaged: bool) -> None:
+    async def scenario() -> None:
+        async with guarded(memory="host-unsealed", weight_version=2) as (pair, _):
+            await pair.update_weights(5, {})  # tensors, which are in no files once they are in force
+            if is_damaged:
+                damage_weights(pair.owner_process())
+                kill(*pair.primary_processes())
+            else:
+                kill(pair.owner_process(), *pair.primary_processes(), *pair.shadow_processes())
+            await pair.wait_for(PairState.BROKEN)
+            with pytest.raises(WorkerGone, match="weights 5 were lost with their owner; 2 is in files"):
+                await pair.weight_version()
+            # To start it again is to consent to what there is.
+            await pair.start()
+            chunks = await stream(pair)
+            check(chunks)
+            assert {chunk.weight_version for chunk in chunks} == {await pair.weight_version()} == {2}
+            await pair.update_weights(6, NEW_WEIGHTS)
+            assert {chunk.weight_version for chunk in await stream(pair)} == {6}
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_outlasts_updates_and_primaries() -> None:
+    async def scenario() -> None:
+        async with guarded(stall_s=1.0) as (pair, _):
+            got: list[int] = []
+            has_begun = asyncio.Event()
+
+            def on_token(count: int) -> None:
+                got.append(count)
+                has_begun.set()
+
+            streaming = asyncio.ensure_future(stream(pair, on_token))
+            await has_begun.wait()
+            await pair.pause()
+            before = len(got)
+            await pair.update_weights(1, NEW_WEIGHTS)
+            kill(*pair.primary_processes())
+            await pair.wait_for(PairState.PROMOTING, PairState.ALONE)
+            await pair.wait_for(PairState.GUARDED)
+            kill(*pair.primary_processes(), *pair.shadow_processes())
+            await pair.wait_for(PairState.COLD)
+            await pair.wait_for(PairState.GUARDED)
+            await pair.health()
+            await asyncio.sleep(1.5)  # no stall either
+            assert len(got) == before
+            assert [record.path for record in pair.history] == ["shadow", "cold"]
+            await pair.resume()
+            chunks = await streaming
+            check(chunks)
+            assert [chunk.weight_version for chunk in chunks] == [0] * before + [1] * (NUM_TOKENS - before)
 
     asyncio.run(scenario())
 

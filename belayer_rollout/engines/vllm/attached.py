@@ -48,16 +48,21 @@ class AttachedVllm(VllmWorker):
         name: str,
         engine_args: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
+        weights: Path | None = None,
         files_version: int = 0,
         exact_resume: bool = True,
         in_background: bool = False,
     ) -> None:
-        """``files_version``: of ``model`` on disk, which an empty owner is given; what an owner holds has a
-        version of its own. ``in_background``: yield the processor to others until it is ready."""
+        """``weights``: a directory of safetensors that an empty owner is given, None for those of ``model``;
+        ``files_version``: their version. What an owner holds has a version of its own. ``in_background``:
+        yield the processor to others until it is ready."""
+        options = {"owner": str(owner), "memory": memory, "version": files_version}
+        if weights is not None:
+            options["weights"] = str(weights)
         arguments = {
             **(engine_args or {}),
             "load_format": "belayer",
-            "model_loader_extra_config": {"owner": str(owner), "memory": memory, "version": files_version},
+            "model_loader_extra_config": options,
             "worker_cls": WORKER_CLASSES["cuda" if memory.startswith("cuda") else "host"],
         }
         super().__init__(

@@ -20,11 +20,13 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from belayer_rollout.engines.vllm.extension import end_with
 from belayer_rollout.engines.vllm.loader import mapper_of, plain_linears, weights_of
 from belayer_rollout.engines.vllm.tensors import tensor_at
 from belayer_rollout.errors import RolloutError
 from belayer_rollout.memory import device as device_check
 from belayer_rollout.memory.client import OwnerClient
+from belayer_rollout.memory.orphans import USER
 
 __all__ = ["AttachedCPUWorker", "AttachedGPUWorker"]
 
@@ -69,6 +71,12 @@ class _Attached:
     vllm_config: Any
     model_runner: Any
     device: torch.device
+
+    def init_device(self) -> None:
+        # As early as a worker can: until its start has come through nobody asks it to.
+        if user := os.environ.get(USER):
+            end_with(int(user))
+        super().init_device()  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         # vLLM allocates the KV cache within this context, for sleep mode; the other tags stay its own.

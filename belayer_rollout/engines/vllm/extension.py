@@ -4,15 +4,57 @@ A worker_extension_cls of your own must be a subclass of `WorkerExtension`: vLLM
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXTENSION", "WorkerExtension"]
+from belayer_rollout.fence import KINDS, SHARED_MEMORY, shared_memory_of
+
+__all__ = ["EXTENSION", "LEFTOVER", "WorkerExtension", "end_with"]
 
 EXTENSION = "belayer_rollout.engines.vllm.extension.WorkerExtension"
+
+LEFTOVER = "BELAYER_ENGINE_LEFTOVER"
+"""Environment variable: a directory that is to go when the engine's user was killed."""
+
+
+_watched: set[int] = set()
+
+
+def end_with(pid: int) -> None:
+    """End this process when that one (the engine's user) dies: EngineCore alone would wait for ever. Once is
+    enough, more do no harm. Nobody else is left then to remove what it shares with the engine's other
+    processes, and the directory that `LEFTOVER` names."""
+    if pid in _watched:
+        return
+    _watched.add(pid)
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        _end()
+        return
+
+    def watch() -> None:
+        select.select([fd], [], [])
+        _end()
+
+    threading.Thread(target=watch, name="belayer-end-with", daemon=True).start()
+
+
+def _end() -> None:
+    # Python's resource tracker would, but is a child of the user's, and may have been killed with it.
+    for name in shared_memory_of(("self",)):
+        if name.startswith(tuple(KINDS)):
+            with contextlib.suppress(OSError):
+                (SHARED_MEMORY / name).unlink()
+    if leftover := os.environ.get(LEFTOVER):
+        shutil.rmtree(leftover, ignore_errors=True)
+    os._exit(1)
 
 
 class WorkerExtension:
@@ -26,16 +68,8 @@ class WorkerExtension:
         return os.getpid(), os.getppid()
 
     def belayer_end_with(self, pid: int) -> None:
-        """End this process when that one (the engine's user) dies: EngineCore alone would wait for ever."""
-        fd = os.pidfd_open(pid)
-
-        def watch() -> None:
-            import select
-
-            select.select([fd], [], [])
-            os._exit(1)
-
-        threading.Thread(target=watch, name="belayer-end-with", daemon=True).start()
+        """See `end_with`."""
+        end_with(pid)
 
     def belayer_load(self, directory: str) -> str | None:
         """Put the safetensors of a directory in force, and keep what was before; the reason if that fails,

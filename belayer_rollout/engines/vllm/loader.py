@@ -3,10 +3,12 @@
 The first worker loads the model as vLLM does and publishes what came of it (fused, padded, quantised: vLLM's
 own layout, by name). Whoever comes after builds the model on the meta device and puts views of the owner's
 pages into it: no copy, no reading of files. Options in ``model_loader_extra_config``: ``owner``, the path of
-the owner's socket; ``memory``, its kind (host or cuda:N); ``version``, that of the weights in the files."""
+the owner's socket; ``memory``, its kind (host or cuda:N); ``version``, that of the weights in the files;
+``weights``, a directory with those files where they are not the model's own."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -154,9 +156,10 @@ class BelayerLoader(BaseModelLoader):
         self._owner = Path(options.pop("owner"))
         self._memory = str(options.pop("memory", "host"))
         self._version = int(options.pop("version", 0))
+        weights = options.pop("weights", None)
         if options:
             raise SetupError(f"unknown options of load format {LOAD_FORMAT}: {sorted(options)}")
-        self._files = DefaultModelLoader(LoadConfig(load_format="auto"))
+        self._files = _Files(weights)
 
     def download_model(self, model_config: ModelConfig) -> None:
         self._files.download_model(model_config)
@@ -206,6 +209,20 @@ class BelayerLoader(BaseModelLoader):
         )
         object.__setattr__(model, "_belayer_weights", weights)
         return model.eval()
+
+
+class _Files(DefaultModelLoader):
+    """vLLM's own loader; of the weights in ``directory``, if there is one, in place of the model's."""
+
+    def __init__(self, directory: str | None) -> None:
+        super().__init__(LoadConfig(load_format="auto"))
+        self._directory = directory
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        if self._directory is not None:
+            model_config = copy.copy(model_config)
+            model_config.model, model_config.revision = self._directory, None
+        super().load_weights(model, model_config)
 
 
 def weights_of(model: nn.Module) -> OwnedWeights:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import psutil
 
+from belayer_rollout.memory.orphans import USER
+
 __all__ = [
     "END_S",
     "DeathWatch",
@@ -60,7 +62,7 @@ class EngineProcesses(NamedTuple):
 def engine_environment(mark: str, variables: Mapping[str, str]) -> Iterator[None]:
     """These variables in os.environ, from which vLLM reads them and its children inherit them, for no longer
     than an engine's start takes. One engine of a process starts at a time."""
-    wanted = dict(variables) | {MARK: mark}
+    wanted = dict(variables) | {MARK: mark, USER: str(os.getpid())}
     # This process's own tracker must not bear the mark and end with the engine.
     resource_tracker.ensure_running()
     with _environment:
