@@ -11,12 +11,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-from belayer_integrations.encoding import Encoder
 from belayer_integrations.openrlhf.book import (
     Past,
     context_digest,
@@ -26,9 +24,10 @@ from belayer_integrations.openrlhf.book import (
     undo_record,
 )
 from belayer_integrations.openrlhf.books import Book
-from belayer_integrations.openrlhf.bubbles import SESSION, Bubbles
+from belayer_integrations.openrlhf.bubbles import SESSION
 from belayer_integrations.openrlhf.leftover import end_leftover
 from belayer_integrations.openrlhf.played import Played
+from belayer_integrations.openrlhf.request import Request
 from belayer_integrations.openrlhf.response import Tally
 from belayer_integrations.openrlhf.resumption import BookAstray, retell
 from belayer_integrations.openrlhf.sampling import Turn, read_turn, turn_params
@@ -39,7 +38,7 @@ from belayer_integrations.trajectory import Trajectory
 from belayer_env import ContainerEnv, Rollback
 from belayer_env.errors import Fault, InvalidInput
 
-__all__ = ["Attempt", "EngineFailed", "EpisodeLost", "Request"]
+__all__ = ["Attempt", "EngineFailed", "EpisodeLost"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,35 +58,6 @@ class EpisodeLost(Fault):
 
 class EngineFailed(Exception):
     """The engine raised: no matter of this episode, and no sample can be had. The cause is what it raised."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One call of `execute`, and which of its prompt's samples it is. ``seed``: what its draws come from, if
-    it has one."""
-
-    prompt: str
-    label: Any
-    sampling_params: Any
-    max_length: int
-    engine: Any
-    bubbles: Bubbles
-    encoder: Encoder
-    member: int
-    seed: int | None
-
-    @property
-    def with_logprobs(self) -> bool:
-        """Whether the trainer wants them."""
-        return self.sampling_params.logprobs is not None
-
-    def prompt_ids(self, instruction: str = "") -> list[int]:
-        """The prompt, and what a reset had to say; of one that is too long the end, as upstream has it."""
-        room = max(1, self.max_length - (self.sampling_params.max_tokens or 1))
-        ids = self.encoder.text_ids(self.prompt + instruction)
-        if len(ids) > room:
-            log.warning("a prompt of %d tokens is cut to its last %d", len(ids), room)
-        return ids[-room:]
 
 
 class Attempt:

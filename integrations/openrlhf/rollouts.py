@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from belayer_integrations.encoding import Encoder
-from belayer_integrations.openrlhf.attempt import CLOSE_S, Attempt, EngineFailed, Request
+from belayer_integrations.openrlhf.attempt import CLOSE_S, Attempt, EngineFailed
 from belayer_integrations.openrlhf.book import Past, attempt_record, lost_record
 from belayer_integrations.openrlhf.books import Book, Books, no_book
 from belayer_integrations.openrlhf.bubbles import Bubbles
@@ -17,6 +17,7 @@ from belayer_integrations.openrlhf.calls import current_call
 from belayer_integrations.openrlhf.group import Groups
 from belayer_integrations.openrlhf.leftover import end_leftover
 from belayer_integrations.openrlhf.played import Played
+from belayer_integrations.openrlhf.request import Request
 from belayer_integrations.openrlhf.response import Sample, Tally, response
 from belayer_integrations.openrlhf.terms import Terms
 

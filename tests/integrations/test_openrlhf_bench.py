@@ -31,7 +31,7 @@ def test_a_lost_sample_and_one_that_went_another_way_are_counted() -> None:
     assert (row.num_samples, row.num_survived, row.num_equal) == (3, 2, 1)
     assert (row.tokens_lost, row.seconds_lost, row.what) == (3, 4.0, "goes on, with lost samples masked")
     side = Side(undisturbed_s=5.0, rows=[row])
-    assert "| container killed | OpenRLHF | 2 of 3 | 1 | 3 | 4.0 |" in markdown(side, side)
+    assert "| container killed | OpenRLHF | 2 of 3 | 1 | 3 | 4.0 | 0 |" in markdown(side, side)
 
 
 @pytest.mark.trainers

@@ -73,14 +73,15 @@ def bench(
 def markdown(theirs: Side, ours: Side) -> str:
     """The table of the docs, and how long the undisturbed batches took. Pure."""
     lines = [
-        "| fault | | survived | equal | tokens lost | seconds lost | what happened |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| fault | | survived | equal | tokens lost | seconds lost | left | what happened |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for pair in zip(theirs.rows, ours.rows, strict=True):
         for side, row in zip(("OpenRLHF", "Belayer"), pair, strict=True):
             lines.append(
                 f"| {row.fault if side == 'OpenRLHF' else ''} | {side} | {row.num_survived} of "
                 f"{row.num_samples} | {row.num_equal} | {row.tokens_lost} | {row.seconds_lost:.1f} | "
+                f"{row.containers_left} | "
                 f"{row.what} |"
             )
     undisturbed = f"undisturbed: OpenRLHF {theirs.undisturbed_s:.1f} s, Belayer {ours.undisturbed_s:.1f} s"

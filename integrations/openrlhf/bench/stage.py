@@ -220,10 +220,11 @@ def _told(sample: Any) -> Told:
 
 
 def _text(error: BaseException) -> str:
-    """The first line that says what it was: Ray's own begin with a stack."""
+    """Its first sentence. (Ray's own begin with a stack; some of vLLM's are given their text twice.)"""
     cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[0] if lines else ''}"[:160]
+    text = str(cause) if len(cause.args) < 2 or not isinstance(cause.args[0], str) else cause.args[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0].split('. ')[0].rstrip('.') if lines else ''}"[:120]
 
 
 def _lines(path: Path) -> list[str]:
