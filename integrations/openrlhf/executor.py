@@ -67,7 +67,9 @@ def agent_executor(
     with its exception's text under ``error``. ``most_lost_in_a_row``: so many of one actor, and the last
     error is raised.
 
-    ``runtime``, ``policy``, ``standby`` and ``store`` go to ``env``.
+    ``runtime``, ``policy``, ``standby`` and ``store`` go to ``env``. Where dead actors are started again
+    (`keep_actors_alive`), episodes that one leaves are gone on with: by ``env.resume``, if it is a class, and
+    else as a plain `ContainerEnv`.
 
     ``shadow``: the actor's engine becomes a shadow pair, which survives the death of its EngineCore; see
     `ShadowOptions`, and docs/openrlhf.md for what that costs. What does not go together with it ends the
