@@ -20,7 +20,7 @@ __all__ = ["EXTENSION", "LEFTOVER", "WorkerExtension", "end_with"]
 EXTENSION = "belayer_rollout.engines.vllm.extension.WorkerExtension"
 
 LEFTOVER = "BELAYER_ENGINE_LEFTOVER"
-"""Environment variable: a directory that is to go when the engine's user was killed."""
+"""Environment variable: directories (separated as in PATH) to remove when the engine's user was killed."""
 
 
 _watched: set[int] = set()
@@ -29,7 +29,7 @@ _watched: set[int] = set()
 def end_with(pid: int) -> None:
     """End this process when that one (the engine's user) dies: EngineCore alone would wait for ever. Once is
     enough, more do no harm. Nobody else is left then to remove what it shares with the engine's other
-    processes, and the directory that `LEFTOVER` names."""
+    processes, and the directories that `LEFTOVER` names."""
     if pid in _watched:
         return
     _watched.add(pid)
@@ -52,8 +52,8 @@ def _end() -> None:
         if name.startswith(tuple(KINDS)):
             with contextlib.suppress(OSError):
                 (SHARED_MEMORY / name).unlink()
-    if leftover := os.environ.get(LEFTOVER):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for directory in filter(None, os.environ.get(LEFTOVER, "").split(os.pathsep)):
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
