@@ -212,6 +212,11 @@ class ContainerEnv(gymnasium.Env[str, str]):
         return self._telemetry
 
     @property
+    def store_root(self) -> Path:
+        """The directory of its store: with the episode's id all that `resume` needs, in another process."""
+        return self._store.root
+
+    @property
     def tier(self) -> Tier:
         """What checkpoints carry here."""
         return self.runtime.tier

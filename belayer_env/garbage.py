@@ -8,7 +8,7 @@ from belayer_env.errors import BelayerError
 from belayer_env.runtimes import open_sweeper
 from belayer_env.store import Store
 
-__all__ = ["Collected", "collect_garbage"]
+__all__ = ["Collected", "collect_garbage", "end_abandoned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +57,16 @@ def collect_garbage(store: Store, *, episodes: bool = False) -> Collected:
         resumable=() if episodes else tuple(abandoned),
         failed=tuple(failed),
     )
+
+
+def end_abandoned(store: Store, episode_id: str) -> None:
+    """End an open episode whose process died, with what it left running: nobody will resume it.
+
+    Raises:
+        InvalidInput: it is unknown or closed, or its process lives.
+        BelayerError: something of it cannot be removed now; `collect_garbage` may later."""
+    store.claim_episode(episode_id)
+    for home in store.homes():
+        if home.episode_id == episode_id:
+            open_sweeper(home.runtime or "runc", store).sweep(home.path)
+    store.end_episode(episode_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -644,8 +645,8 @@ class ShadowPair:
 
         env = {
             "VLLM_CPU_OMP_THREADS_BIND": half_of_the_cores(lane),
-            # The last to use it when this process is killed, and can't remove it.
-            LEFTOVER: str(self._directory),
+            # They are the last to use these when this process is killed, and the owner with it.
+            LEFTOVER: os.pathsep.join(map(str, (self._directory, owner.parent))),
         }
         return AttachedVllm(
             self._model,

@@ -24,7 +24,8 @@ _KILL_AGAIN_S = 0.1
 
 
 class TimedEnv:
-    """One env, made by the first `start`. One call at a time: wait for a call's future before the next one.
+    """One env, made by the first `start`, or by `take_over`. One call at a time: wait for a call's future
+    before the next one.
 
     The futures give what the call raised, KeyboardInterrupt too. `close` is owed."""
 
@@ -47,6 +48,15 @@ class TimedEnv:
             if self._env is None:
                 self._env = self._make()
             return self._env.reset()[0]
+
+        return self._run(begin)
+
+    def take_over(self, resume: Callable[[], ContainerEnv]) -> Future[ContainerEnv]:
+        """Instead of `start`: an env whose episode is under way already."""
+
+        def begin() -> ContainerEnv:
+            self._env = resume()
+            return self._env
 
         return self._run(begin)
 

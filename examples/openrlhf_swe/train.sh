@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-python3 -m openrlhf.cli.train_ppo_ray \
+# OpenRLHF's own openrlhf.cli.train_ppo_ray, with rollout actors that are started again when they die.
+python3 -m belayer_integrations.openrlhf.train \
     --actor.model_name_or_path "${MODEL:-Qwen/Qwen3-4B-Instruct-2507}" \
     --train.agent_func_path "$PWD/agent.py" \
     --data.prompt_dataset "$PWD/prompts.jsonl" \

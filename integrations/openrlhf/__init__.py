@@ -3,11 +3,16 @@
 from belayer_integrations.errors import TrainerUnavailable
 from belayer_integrations.openrlhf.attempt import EngineFailed, EpisodeLost
 from belayer_integrations.openrlhf.executor import agent_executor, as_user_message
+from belayer_integrations.openrlhf.incarnation import ActorKeepsDying
+from belayer_integrations.openrlhf.keeping import keep_actors_alive
 from belayer_integrations.openrlhf.rollouts import NothingComesBack
 from belayer_integrations.openrlhf.sampling import TurnAborted
 from belayer_integrations.openrlhf.shadow import ShadowOptions, ShadowUnavailable
+from belayer_integrations.openrlhf.weights import ActorRestarted, WeightsLost
 
 __all__ = [
+    "ActorKeepsDying",
+    "ActorRestarted",
     "EngineFailed",
     "EpisodeLost",
     "NothingComesBack",
@@ -15,6 +20,8 @@ __all__ = [
     "ShadowUnavailable",
     "TrainerUnavailable",
     "TurnAborted",
+    "WeightsLost",
     "agent_executor",
     "as_user_message",
+    "keep_actors_alive",
 ]

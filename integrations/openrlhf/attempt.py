@@ -7,25 +7,38 @@ import contextlib
 import logging
 import math
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-from belayer_integrations.encoding import Encoder
-from belayer_integrations.openrlhf.bubbles import SESSION, Bubbles
+from belayer_integrations.openrlhf.book import (
+    Past,
+    context_digest,
+    episode_record,
+    played_record,
+    turn_record,
+    undo_record,
+)
+from belayer_integrations.openrlhf.books import Book
+from belayer_integrations.openrlhf.bubbles import SESSION
+from belayer_integrations.openrlhf.leftover import end_leftover
+from belayer_integrations.openrlhf.played import Played
+from belayer_integrations.openrlhf.request import Request
 from belayer_integrations.openrlhf.response import Tally
-from belayer_integrations.openrlhf.sampling import read_turn, turn_params
+from belayer_integrations.openrlhf.resumption import BookAstray, retell
+from belayer_integrations.openrlhf.sampling import Turn, read_turn, turn_params
 from belayer_integrations.openrlhf.terms import Terms
 from belayer_integrations.timed import TimedEnv
 from belayer_integrations.trajectory import Trajectory
 
-from belayer_env.errors import Fault
+from belayer_env import ContainerEnv, Rollback
+from belayer_env.errors import Fault, InvalidInput
 
-__all__ = ["Attempt", "EngineFailed", "EpisodeLost", "Request"]
+__all__ = ["Attempt", "EngineFailed", "EpisodeLost"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -47,67 +60,39 @@ class EngineFailed(Exception):
     """The engine raised: no matter of this episode, and no sample can be had. The cause is what it raised."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One call of `execute`, and which of its prompt's samples it is."""
-
-    prompt: str
-    label: Any
-    sampling_params: Any
-    max_length: int
-    engine: Any
-    bubbles: Bubbles
-    encoder: Encoder
-    member: int
-
-    @property
-    def with_logprobs(self) -> bool:
-        """Whether the trainer wants them."""
-        return self.sampling_params.logprobs is not None
-
-    def prompt_ids(self, instruction: str = "") -> list[int]:
-        """The prompt, and what a reset had to say; of one that is too long the end, as upstream has it."""
-        room = max(1, self.max_length - (self.sampling_params.max_tokens or 1))
-        ids = self.encoder.text_ids(self.prompt + instruction)
-        if len(ids) > room:
-            log.warning("a prompt of %d tokens is cut to its last %d", len(ids), room)
-        return ids[-room:]
-
-
 class Attempt:
-    """Played once. ``trajectory`` and what `tally` got are there however it ends."""
+    """Played once. What `tally` got is there however it ends."""
 
-    def __init__(self, terms: Terms, request: Request, number: int, tally: Tally) -> None:
+    def __init__(self, terms: Terms, request: Request, number: int, tally: Tally, book: Book) -> None:
         self._terms = terms
         self._request = request
         self._number = number
         self._tally = tally
-        self._env = TimedEnv(lambda: terms.make_env(request.prompt, request.label))
+        self._book = book
+        self._env = self._new_env()
         self._is_given_up = False
         self._num_turns = 0
         self._session = uuid.uuid4().hex
-        self.is_cut = False
-        """The model's last turn ran into its limit."""
+        self._is_cut = False
 
-    async def play(self) -> Trajectory:
-        """To its end. The env is closed when this returns or raises; in the background, where a call of it
-        hangs or the waiter has been cancelled.
+    async def play(self, past: Past) -> Played:
+        """To its end, from where the book says that a dead process left it. The env is closed when this
+        returns or raises; in the background, where a call of it hangs or the waiter has been cancelled.
 
         Raises:
             Exception: what its env raised.
             TimeoutError: its env took too long.
             EngineFailed: the engine raised."""
         try:
-            instruction = await self._within(self._env.start(), self._terms.reset_timeout_s, "reset")
-            prompt_ids = self._request.prompt_ids(instruction)
-            trajectory = Trajectory(
-                prompt_ids,
-                max_turns=self._terms.max_turns,
-                max_tokens=self._request.max_length - len(prompt_ids),
-                max_rollbacks=_MOST_ROLLBACKS,
-            )
+            trajectory, untold = await self._begun(past)
+            if untold is not None:
+                await self._act(trajectory, untold)
             while trajectory.end is None:
-                await self._turn(trajectory)
+                await self._act(trajectory, await self._speak(trajectory))
+            if trajectory.end == "failed":
+                raise EpisodeLost(str(trajectory.error))
+            played = Played.of(trajectory, is_cut=self._is_cut)
+            await self._book.write(played_record(played, self._tally.to_json()))
         except BaseException as error:
             self._is_given_up = isinstance(error, TimeoutError) or not isinstance(error, Exception)
             raise
@@ -116,18 +101,88 @@ class Attempt:
             self._count()
             if not self._is_given_up:
                 await _ended(closing)
-        if trajectory.end == "failed":
-            raise EpisodeLost(str(trajectory.error))
-        return trajectory
+        return played
 
     @property
     def closing(self) -> threading.Thread:
         """What ends the env."""
         return self._env.close()
 
-    async def _turn(self, trajectory: Trajectory) -> None:
-        token_ids = await self._speak(trajectory)
-        action = self._terms.parse_action(self._request.encoder.text(token_ids))
+    def _new_env(self) -> TimedEnv:
+        return TimedEnv(lambda: self._terms.make_env(self._request.prompt, self._request.label))
+
+    async def _begun(self, past: Past) -> tuple[Trajectory, Turn | None]:
+        """The trajectory, and the turn whose step is to run first, if one is."""
+        if past.is_under_way:
+            try:
+                return await self._resumed(past)
+            except (BookAstray, InvalidInput) as error:
+                log.warning("an episode cannot be gone on with, and is begun afresh: %s", error)
+                await _ended(self._env.close())
+                self._env = self._new_env()
+            except Fault:
+                await end_leftover(past)
+                raise
+        instruction = await self._within(self._env.start(), self._terms.reset_timeout_s, "reset")
+        env = self._env.env
+        if self._book.is_kept and env is not None:
+            await self._book.write(episode_record(env.episode.id, env.store_root))
+        return self._trajectory(instruction), None
+
+    async def _resumed(self, past: Past) -> tuple[Trajectory, Turn | None]:
+        began = time.monotonic()
+
+        def resume() -> ContainerEnv:
+            assert past.episode_id is not None
+            assert past.store is not None
+            return self._terms.resume_env(
+                self._request.prompt, self._request.label, past.episode_id, past.store
+            )
+
+        env = await self._within(self._env.take_over(resume), self._terms.reset_timeout_s, "reset")
+        encoder = self._request.encoder
+        trajectory = self._trajectory(env.task.instruction)
+        trajectory.rollbacks += past.rollbacks
+        untold = retell(
+            past.turns,
+            env.episode.ledger.steps,
+            into=trajectory,
+            action_of=lambda turn: self._terms.parse_action(encoder.text(turn.token_ids)),
+            encode=lambda text: self._terms.encode_observation(encoder.tokenizer, text),
+            replay=env.task.replay,
+        )
+        self._num_turns = past.num_draws
+        self._tally.steps = max(self._tally.steps, len(env.episode.ledger))
+        self._tally.resumptions += 1
+        kept = len(trajectory.rewards) + (untold is not None)
+        if kept:
+            self._is_cut = past.turns[kept - 1].turn.is_cut
+        if kept < len(past.turns):
+            cut = past.turns[kept:]
+            self._tally.rollbacks += 1
+            self._tally.tokens_cut += sum(len(booked.turn.token_ids) for booked in cut)
+            await self._book.write(
+                undo_record(Rollback(to_step=kept, reason="its process died"), self._tally.to_json())
+            )
+        log.info(
+            "an episode of a dead actor goes on after step %d, %.1f s later",
+            len(env.episode.ledger),
+            time.monotonic() - began,
+        )
+        return trajectory, untold
+
+    def _trajectory(self, instruction: str) -> Trajectory:
+        prompt_ids = self._request.prompt_ids(instruction)
+        return Trajectory(
+            prompt_ids,
+            max_turns=self._terms.max_turns,
+            max_tokens=self._request.max_length - len(prompt_ids),
+            max_rollbacks=_MOST_ROLLBACKS,
+        )
+
+    async def _act(self, trajectory: Trajectory, turn: Turn) -> None:
+        """What the model has said, done."""
+        action = self._terms.parse_action(self._request.encoder.text(turn.token_ids))
         if action is None:
             trajectory.fall_silent()
             return
@@ -138,6 +193,7 @@ class Attempt:
             trajectory.undo(info["rollback"])
             self._tally.rollbacks += 1
             self._tally.tokens_cut += before - len(trajectory.conversation.token_ids)
+            await self._book.write(undo_record(info["rollback"], self._tally.to_json()))
             return
         self._tally.steps += 1
         is_over = terminated or truncated
@@ -146,12 +202,13 @@ class Attempt:
             ids = self._terms.encode_observation(self._request.encoder.tokenizer, text)
         trajectory.observe(ids, float(reward), is_over=is_over)
 
-    async def _speak(self, trajectory: Trajectory) -> Sequence[int]:
+    async def _speak(self, trajectory: Trajectory) -> Turn:
         request = self._request
         params = turn_params(
             request.sampling_params,
             room=trajectory.tokens_left,
             max_turn_tokens=self._terms.max_turn_tokens,
+            seed=request.seed,
             draw=(request.member, self._number, self._num_turns),
         )
         self._num_turns += 1
@@ -168,9 +225,12 @@ class Attempt:
             hinting.cancel()
         turn = read_turn(output, with_logprobs=request.with_logprobs)
         request.bubbles.observe(len(turn.token_ids), asyncio.get_running_loop().time() - began)
+        if self._book.is_kept:
+            context = context_digest(trajectory.conversation.token_ids)
+            await self._book.write(turn_record(turn, context, self._tally.to_json()))
         trajectory.speak(turn.token_ids, turn.logprobs)
-        self.is_cut = turn.is_cut
-        return turn.token_ids
+        self._is_cut = turn.is_cut
+        return turn
 
     async def _hint(self, max_tokens: int) -> None:
         """Tell the env of the bubble that has begun. Never raises: a turn is worth more than its hint."""

@@ -14,12 +14,16 @@ from belayer_integrations.openrlhf.shadow import ShadowOptions
 from belayer_integrations.openrlhf.shadow.install import engine_of, install
 from belayer_integrations.openrlhf.terms import Terms
 
-from belayer_env import ContainerEnv, Task
+from belayer_env import ContainerEnv, Task, paths
+from belayer_env.host.store_mount import ensure_mounted
 from belayer_env.policy import CheckpointPolicy
 from belayer_env.sandbox.base import SandboxRuntime
 from belayer_env.store import Store
 
 __all__ = ["agent_executor", "as_user_message"]
+
+_BOOKS = "openrlhf"
+"""The directory in the store that holds the books of samples."""
 
 
 def as_user_message(tokenizer: Any, text: str) -> list[int]:
@@ -63,7 +67,9 @@ def agent_executor(
     with its exception's text under ``error``. ``most_lost_in_a_row``: so many of one actor, and the last
     error is raised.
 
-    ``runtime``, ``policy``, ``standby`` and ``store`` go to ``env``.
+    ``runtime``, ``policy``, ``standby`` and ``store`` go to ``env``. Where dead actors are started again
+    (`keep_actors_alive`), episodes that one leaves are gone on with: by ``env.resume``, if it is a class, and
+    else as a plain `ContainerEnv`.
 
     ``shadow``: the actor's engine becomes a shadow pair, which survives the death of its EngineCore; see
     `ShadowOptions`, and docs/openrlhf.md for what that costs. What does not go together with it ends the
@@ -81,8 +87,28 @@ def agent_executor(
         ) from error
 
     options = {"runtime": runtime, "policy": policy, "standby": standby, "store": store}
+
+    def resume_env(prompt: str, label: Any, episode_id: str, root: Path) -> ContainerEnv:
+        kind = env if isinstance(env, type) and issubclass(env, ContainerEnv) else ContainerEnv
+        return kind.resume(
+            episode_id,
+            reward=task_of(prompt, label).reward,
+            runtime=None if isinstance(runtime, str) else runtime,
+            policy=None if isinstance(policy, str) else policy,
+            standby=standby,
+            store=root,
+        )
+
+    def books_root() -> Path:
+        if store is None:
+            ensure_mounted()
+            return paths.default_store() / _BOOKS
+        return (store.root if isinstance(store, Store) else Path(store)) / _BOOKS
+
     terms = Terms(
         make_env=lambda prompt, label: env(task_of(prompt, label), **options),
+        resume_env=resume_env,
+        books_root=books_root,
         max_turns=max_turns,
         max_turn_tokens=max_turn_tokens,
         parse_action=parse_action,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ _FEWEST_TOKENS = 2
 class Tally:
     """What an episode met, its retries included; the same numbers for every sample, as batches want it.
 
-    ``steps``: commands that ran, those that were undone later included."""
+    ``steps``: commands that ran, those that were undone later included. ``resumptions``: how often it was
+    gone on with after its actor had died."""
 
     steps: int = 0
     recoveries: int = 0
@@ -24,6 +26,16 @@ class Tally:
     rollbacks: int = 0
     tokens_cut: int = 0
     retries: int = 0
+    resumptions: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for `take`."""
+        return dataclasses.asdict(self)
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Go on from what a dead process had counted."""
+        for name, value in told.items():
+            setattr(self, name, value)
 
     def logs(self, *, is_lost: bool) -> dict[str, float]:
         """For ``extra_logs``."""
@@ -35,6 +47,7 @@ class Tally:
             "container_rollbacks": float(self.rollbacks),
             "container_tokens_cut": float(self.tokens_cut),
             "container_retries": float(self.retries),
+            "container_resumptions": float(self.resumptions),
         }
 
 

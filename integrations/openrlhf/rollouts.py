@@ -9,9 +9,15 @@ import time
 from typing import Any
 
 from belayer_integrations.encoding import Encoder
-from belayer_integrations.openrlhf.attempt import CLOSE_S, Attempt, EngineFailed, Request
+from belayer_integrations.openrlhf.attempt import CLOSE_S, Attempt, EngineFailed
+from belayer_integrations.openrlhf.book import Past, attempt_record, lost_record
+from belayer_integrations.openrlhf.books import Book, Books, no_book
 from belayer_integrations.openrlhf.bubbles import Bubbles
+from belayer_integrations.openrlhf.calls import current_call
 from belayer_integrations.openrlhf.group import Groups
+from belayer_integrations.openrlhf.leftover import end_leftover
+from belayer_integrations.openrlhf.played import Played
+from belayer_integrations.openrlhf.request import Request
 from belayer_integrations.openrlhf.response import Sample, Tally, response
 from belayer_integrations.openrlhf.terms import Terms
 
@@ -34,6 +40,7 @@ class Rollouts:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._groups = Groups()
+        self._books = Books(terms.books_root)
         self._bubbles = Bubbles()
         self._given_up: list[threading.Thread] = []
         self._num_lost_in_a_row = 0
@@ -55,25 +62,30 @@ class Rollouts:
             InvalidInput: there are images.
             EngineFailed: the engine raised.
             NothingComesBack: see there."""
+        call = current_call()
         if images:
             raise InvalidInput("container episodes are of text: leave --data.max_images_per_prompt at 0")
         # Each call of the actor brings its own object, which all samples of the prompt are given.
         key = (id(sampling_params), prompt)
         group, member = self._groups.join(key)
-        request = Request(
-            prompt=prompt,
-            label=label,
-            sampling_params=sampling_params,
-            max_length=max_length,
-            engine=llm_engine,
-            bubbles=self._bubbles,
-            encoder=Encoder(hf_tokenizer),
-            member=member,
-        )
         tally = Tally()
         reward: float | None = None
         try:
-            sample, error = await self._sample(request, tally)
+            book = no_book(sampling_params.seed)
+            if call is not None:
+                book = await self._books.open(call, member, sampling_params.seed)
+            request = Request(
+                prompt=prompt,
+                label=label,
+                sampling_params=sampling_params,
+                max_length=max_length,
+                engine=llm_engine,
+                bubbles=self._bubbles,
+                encoder=Encoder(hf_tokenizer),
+                member=member,
+                seed=book.past.seed,
+            )
+            sample, error = await self._sample(request, tally, book)
             reward = sample.reward if sample is not None else None
         finally:
             group.settle(reward)
@@ -85,6 +97,8 @@ class Rollouts:
                 reward=await group.fill_in(),
                 error=error,
             )
+        if call is not None and group.is_settled:
+            await self._books.close(call)
         return response(sample, tally, prompt=prompt, label=label, with_logprobs=request.with_logprobs)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
@@ -94,20 +108,23 @@ class Rollouts:
             closing.join(max(0.0, until - time.monotonic()))
         return not any(closing.is_alive() for closing in self._given_up)
 
-    async def _sample(self, request: Request, tally: Tally) -> tuple[Sample | None, str]:
+    async def _sample(self, request: Request, tally: Tally, book: Book) -> tuple[Sample | None, str]:
         """The sample, or None and why."""
-        for number in range(self._terms.attempts):
-            attempt = Attempt(self._terms, request, number, tally)
+        past = book.past
+        tally.take(past.tally)
+        if past.lost is not None:
+            await end_leftover(past)
+            return None, past.lost
+        if past.played is not None:
+            await end_leftover(past)
+            return self._sample_of(past.played), ""
+        for number in range(past.attempt, self._terms.attempts):
+            if number > past.attempt:
+                past = Past(attempt=number)
+                await book.write(attempt_record(number, tally.to_json()))
+            attempt = Attempt(self._terms, request, number, tally, book)
             try:
-                trajectory = await attempt.play()
-                talk = trajectory.conversation
-                sample = Sample(
-                    token_ids=talk.token_ids,
-                    loss_mask=talk.loss_mask,
-                    logprobs=talk.logprobs,
-                    reward=float(self._terms.total(trajectory.rewards)),
-                    is_truncated=attempt.is_cut or trajectory.end == "tokens",
-                )
+                sample = self._sample_of(await attempt.play(past))
             except EngineFailed:
                 raise
             except Exception as error:
@@ -122,6 +139,7 @@ class Rollouts:
                 )
                 if is_last:
                     self._note_lost(error)
+                    await book.write(lost_record(text, tally.to_json()))
                     return None, text
                 tally.retries += 1
             else:
@@ -132,6 +150,15 @@ class Rollouts:
                 if attempt.closing.is_alive():
                     self._given_up.append(attempt.closing)
         raise AssertionError("unreachable")
+
+    def _sample_of(self, played: Played) -> Sample:
+        return Sample(
+            token_ids=played.token_ids,
+            loss_mask=played.loss_mask,
+            logprobs=played.logprobs,
+            reward=float(self._terms.total(played.rewards)),
+            is_truncated=played.is_truncated,
+        )
 
     def _note_lost(self, error: Exception) -> None:
         self._num_lost_in_a_row += 1

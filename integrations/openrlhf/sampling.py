@@ -30,17 +30,19 @@ class Turn:
     is_cut: bool
 
 
-def turn_params(given: Any, *, room: int, max_turn_tokens: int | None, draw: Sequence[int]) -> Any:
+def turn_params(
+    given: Any, *, room: int, max_turn_tokens: int | None, seed: int | None, draw: Sequence[int]
+) -> Any:
     """A copy of vLLM's `SamplingParams` for one turn: siblings share the original.
 
-    ``room``: what the context may still grow by. ``draw``: which turn this is; where the original has a seed,
-    the turn's comes from both, or all siblings would say the same in all their turns."""
+    ``room``: what the context may still grow by. ``draw``: which turn this is. The turn's seed comes from
+    both, where there is a ``seed``: all siblings would say the same in all their turns with just that."""
     params = copy.deepcopy(given)
     limits = (room, max_turn_tokens, given.max_tokens)
     params.max_tokens = min(limit for limit in limits if limit is not None)
     params.min_tokens = min(params.min_tokens, params.max_tokens)
-    if given.seed is not None:
-        params.seed = random.Random(f"{given.seed}/{tuple(draw)}").getrandbits(_SEED_BITS)
+    if seed is not None:
+        params.seed = random.Random(f"{seed}/{tuple(draw)}").getrandbits(_SEED_BITS)
     return params
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from belayer_env import ContainerEnv
@@ -20,6 +21,10 @@ class Terms:
         InvalidInput: a bound that is not positive."""
 
     make_env: Callable[[str, Any], ContainerEnv]
+    resume_env: Callable[[str, Any, str, Path], ContainerEnv]
+    """Of a prompt, its label, an episode's id and its store."""
+    books_root: Callable[[], Path]
+    """Where the books of samples are kept."""
     max_turns: int
     max_turn_tokens: int | None
     parse_action: Callable[[str], str | None]

@@ -431,7 +431,7 @@ def test_the_flags_of_the_example_are_those_of_the_installed_parser(
 ) -> None:
     script = (ROOT / "examples/openrlhf_swe/train.sh").read_text()
     command_line = (
-        script[script.index("-m openrlhf.cli.train_ppo_ray") :].replace("\\\n", " ").splitlines()[0]
+        script[script.index("-m belayer_integrations.openrlhf.train") :].replace("\\\n", " ").splitlines()[0]
     )
     flags = [word for word in shlex.split(command_line, comments=True)[2:] if word != "$@"]
     monkeypatch.setattr(sys, "argv", ["train_ppo_ray", *flags])

@@ -7,7 +7,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,29 +25,8 @@ from hypothesis import strategies as st
 from belayer_env import ContainerEnv, Task
 from belayer_env.errors import InvalidInput
 from belayer_env.store import Store
+from tests.integrations.openrlhf_text import Characters, Params
 from tests.memory_sandbox import Faults, FaultyRuntime, MemoryRuntime
-
-
-@dataclass
-class Params:
-    """The fields of vLLM's SamplingParams that matter here."""
-
-    max_tokens: int | None = None
-    min_tokens: int = 1
-    logprobs: int | None = 1
-    seed: int | None = 5
-
-
-class Characters:
-    """A tokenizer: one token a character."""
-
-    pad_token_id = 0
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
 
 
 class Script:
@@ -87,7 +65,11 @@ def rollouts(make_env: Callable[..., ContainerEnv], **given: Any) -> Rollouts:
         "step_timeout_s": 5.0,
         "most_lost_in_a_row": 16,
     }
-    return Rollouts(Terms(make_env=make_env, **terms | given))
+    nothing: dict[str, Any] = {
+        "resume_env": lambda *_: pytest.fail("nothing is under way"),
+        "books_root": lambda: pytest.fail("no book is wanted"),
+    }
+    return Rollouts(Terms(make_env=make_env, **nothing, **terms | given))
 
 
 async def execute(of: Rollouts, engine: Any, num: int = 1, prompt: str = "p:") -> list[dict[str, Any]]:
@@ -256,12 +238,14 @@ def test_a_group_is_forgotten_with_its_last_sample() -> None:
 
 def test_a_turns_limits_are_the_least_of_all() -> None:
     given = Params(max_tokens=9, min_tokens=8)
-    params = turn_params(given, room=7, max_turn_tokens=None, draw=(0, 0, 0))
+    params = turn_params(given, room=7, max_turn_tokens=None, seed=5, draw=(0, 0, 0))
     assert (params.max_tokens, params.min_tokens) == (7, 7)
-    assert turn_params(given, room=70, max_turn_tokens=5, draw=(0, 0, 0)).max_tokens == 5
-    assert turn_params(given, room=70, max_turn_tokens=50, draw=(0, 0, 0)).max_tokens == 9
+    assert turn_params(given, room=70, max_turn_tokens=5, seed=5, draw=(0, 0, 0)).max_tokens == 5
+    assert turn_params(given, room=70, max_turn_tokens=50, seed=5, draw=(0, 0, 0)).max_tokens == 9
     assert (given.max_tokens, given.min_tokens, given.seed) == (9, 8, 5)
-    assert turn_params(Params(seed=None), room=7, max_turn_tokens=None, draw=(0, 0, 0)).seed is None
+    assert (
+        turn_params(Params(seed=None), room=7, max_turn_tokens=None, seed=None, draw=(0, 0, 0)).seed is None
+    )
 
 
 @pytest.mark.parametrize("output", [None, SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])])

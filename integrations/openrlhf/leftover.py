@@ -1,0 +1,34 @@
+"""What a dead actor's episode left behind, ended."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio.to_thread
+from belayer_integrations.openrlhf.book import Past
+
+from belayer_env.errors import BelayerError, InvalidInput
+from belayer_env.garbage import end_abandoned
+from belayer_env.store import Store
+
+__all__ = ["end_leftover"]
+
+log = logging.getLogger(__name__)
+
+
+async def end_leftover(past: Past) -> None:
+    """End the episode that a book tells of, if a dead process left it open: nobody goes on with it. Never
+    raises."""
+    await anyio.to_thread.run_sync(_end, past)
+
+
+def _end(past: Past) -> None:
+    if past.episode_id is None or past.store is None or not past.store.is_dir():
+        return
+    try:
+        with Store(past.store) as store:
+            end_abandoned(store, past.episode_id)
+    except InvalidInput:
+        pass  # it is over
+    except BelayerError as error:
+        log.warning("episode %s of a dead actor waits for `belayer gc`: %s", past.episode_id, error)
