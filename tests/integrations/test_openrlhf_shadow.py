@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from belayer_rollout.shared_memory import shared_memory_of
-from tests.integrations.openrlhf_sender import Sender
 from tests.integrations.test_openrlhf import (  # noqa: F401  fixtures among them
     cluster,
     container,
@@ -139,6 +138,7 @@ def sender(shadowed: Shadowed) -> Any:
     import ray
 
     from belayer_rollout.models import ensure_model
+    from tests.integrations.openrlhf_sender import Sender
 
     made = Sender.remote(ensure_model("tiny"), [shadowed.actor])  # type: ignore[attr-defined]
     ray.get(made.join.remote(), timeout=60)
