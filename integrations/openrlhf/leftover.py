@@ -7,7 +7,7 @@ import logging
 import anyio.to_thread
 from belayer_integrations.openrlhf.book import Past
 
-from belayer_env.errors import BelayerError, InvalidInput
+from belayer_env.errors import BelayerError
 from belayer_env.garbage import end_abandoned
 from belayer_env.store import Store
 
@@ -27,8 +27,7 @@ def _end(past: Past) -> None:
         return
     try:
         with Store(past.store) as store:
-            end_abandoned(store, past.episode_id)
-    except InvalidInput:
-        pass  # it is over
+            if store.episode(past.episode_id).state == "open":
+                end_abandoned(store, past.episode_id)
     except BelayerError as error:
         log.warning("episode %s of a dead actor waits for `belayer gc`: %s", past.episode_id, error)
