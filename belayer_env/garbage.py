@@ -64,9 +64,15 @@ def end_abandoned(store: Store, episode_id: str) -> None:
 
     Raises:
         InvalidInput: it is unknown or closed, or its process lives.
-        BelayerError: something of it cannot be removed now; `collect_garbage` may later."""
+        BelayerError: it is ended, and something of it could not be removed; `collect_garbage` may later."""
     store.claim_episode(episode_id)
+    failed: BelayerError | None = None
     for home in store.homes():
         if home.episode_id == episode_id:
-            open_sweeper(home.runtime or "runc", store).sweep(home.path)
+            try:
+                open_sweeper(home.runtime or "runc", store).sweep(home.path)
+            except BelayerError as error:
+                failed = error
     store.end_episode(episode_id)
+    if failed is not None:
+        raise failed

@@ -22,7 +22,7 @@ from belayer_env.errors import (
     RecoveryFailed,
     StoreFull,
 )
-from belayer_env.garbage import collect_garbage
+from belayer_env.garbage import collect_garbage, end_abandoned
 from belayer_env.ledger import Ledger
 from belayer_env.sandbox.base import Sandbox
 from belayer_env.sandbox.layers import open_layers
@@ -559,6 +559,40 @@ def test_gc_ends_abandoned_episodes_when_asked(runtime_name: str, store: Path, i
         assert not first.failed
         assert collect_garbage(opened, episodes=True).episodes == (episode_id,)
         assert collect_garbage(opened, episodes=True).episodes == ()
+
+
+def test_one_abandoned_episode_is_ended_with_what_it_left_running(
+    runtime_name: str, store: Path, image: str
+) -> None:
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLIENT, image, store, runtime_name], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    ids = []
+    for client in clients:
+        assert client.stdout is not None
+        ids.append(client.stdout.readline().strip())
+        client.stdout.readline()
+    dead, alive = clients
+    dead.kill()
+    dead.wait()
+    with Store(store) as opened:
+        with pytest.raises(InvalidInput, match="lives"):
+            end_abandoned(opened, ids[1])
+        end_abandoned(opened, ids[0])
+        assert [home.episode_id for home in opened.homes()] == [ids[1]]
+        with pytest.raises(InvalidInput, match="closed"):
+            end_abandoned(opened, ids[0])
+        alive.kill()
+        alive.wait()
+        end_abandoned(opened, ids[1])
+        assert opened.homes() == []
+        opened.sweep_partials()  # checkpoints that were being made
+    for client in clients:
+        assert client.stdout is not None
+        client.stdout.close()
 
 
 def test_clients_killed_at_random_instants_leave_nothing_that_gc_does_not_find(

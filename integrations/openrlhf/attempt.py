@@ -25,7 +25,7 @@ from belayer_integrations.openrlhf.book import (
 )
 from belayer_integrations.openrlhf.books import Book
 from belayer_integrations.openrlhf.bubbles import SESSION
-from belayer_integrations.openrlhf.leftover import end_leftover
+from belayer_integrations.openrlhf.leftover import end_leftover, sweep_store
 from belayer_integrations.openrlhf.played import Played
 from belayer_integrations.openrlhf.request import Request
 from belayer_integrations.openrlhf.response import Tally
@@ -135,6 +135,7 @@ class Attempt:
         def resume() -> ContainerEnv:
             assert past.episode_id is not None
             assert past.store is not None
+            sweep_store(past.store)
             return self._terms.resume_env(
                 self._request.prompt, self._request.label, past.episode_id, past.store
             )

@@ -29,6 +29,9 @@ KEEP_ANSWERED_S = 120.0
 KEEP_UNANSWERED_S = 7 * 86400.0
 """Those of calls that never were, of trainings that were given up."""
 
+TIDY_EVERY_S = 30.0
+"""A batch has a thousand calls, and each of them would look at the books of all."""
+
 SEED_BITS = 31
 _ANSWERED = "answered"
 
@@ -81,7 +84,7 @@ class Books:
 
     def __init__(self, root: Callable[[], Path]) -> None:
         self._find_root = root
-        self._has_tidied = False
+        self._tidied_at = 0.0
 
     async def open(self, call: Call, member: int, seed: int | None) -> Book:
         """The book of one sample of a call, which has a seed in its ``past``: the given one, or else one that
@@ -99,9 +102,7 @@ class Books:
     def _open(self, call: Call, member: int, seed: int | None) -> Book:
         try:
             path = self._root / call.actor / call.task / f"{member}.jsonl"
-            if not self._has_tidied:
-                self._has_tidied = True
-                self._tidy()
+            self._tidy()
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             past = _read(path)
         except (OSError, BelayerError) as error:
@@ -121,6 +122,9 @@ class Books:
 
     def _tidy(self) -> None:
         now = time.time()
+        if now - self._tidied_at < TIDY_EVERY_S:
+            return
+        self._tidied_at = now
         for folder in self._root.glob("*/*/"):
             with contextlib.suppress(OSError):
                 answered = folder / _ANSWERED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from belayer_integrations.openrlhf.terms import Terms
 
 from belayer_env import ContainerEnv, Task
 from belayer_env.sandbox.base import SandboxRuntime
+from belayer_env.store import Store
 from tests.integrations.openrlhf_text import Characters, Params
 from tests.memory_sandbox import MemoryRuntime
 
@@ -58,7 +60,7 @@ class Counts:
         )
 
 
-def rollouts(fatal: Fatal, root: Path, runtime: SandboxRuntime, **given: Any) -> Rollouts:
+def terms(fatal: Fatal, root: Path, runtime: SandboxRuntime, replay: Any) -> Terms:
     class Env(ContainerEnv):
         def reset(self, **options: Any) -> Any:
             found = super().reset(**options)
@@ -81,39 +83,44 @@ def rollouts(fatal: Fatal, root: Path, runtime: SandboxRuntime, **given: Any) ->
         fatal.at("run", len(ledger))
         return float(sandbox.run("echo $V").output)
 
-    task = Task(image="rootfs:/none", instruction="go: ", reward=reward, **given)
+    task = Task(image="rootfs:/none", instruction="go: ", reward=reward, replay=replay)
     options: dict[str, Any] = {"runtime": runtime, "policy": "never"}
-    return Rollouts(
-        Terms(
-            make_env=lambda prompt, label: Env(task, store=root, **options),
-            resume_env=lambda prompt, label, episode_id, store: Env.resume(
-                episode_id, reward=reward, store=store, **options
-            ),
-            books_root=lambda: root / "openrlhf",
-            max_turns=9,
-            max_turn_tokens=None,
-            parse_action=lambda text: text.rstrip("|") or None,
-            encode_observation=lambda tokenizer, text: Encoder(tokenizer).text_ids(text),
-            total=sum,
-            attempts=2,
-            reset_timeout_s=30.0,
-            step_timeout_s=30.0,
-            most_lost_in_a_row=16,
-        )
+    return Terms(
+        make_env=lambda prompt, label: Env(task, store=root, **options),
+        resume_env=lambda prompt, label, episode_id, store: Env.resume(
+            episode_id, reward=reward, store=store, **options
+        ),
+        books_root=lambda: root / "openrlhf",
+        max_turns=9,
+        max_turn_tokens=None,
+        parse_action=lambda text: text.rstrip("|") or None,
+        encode_observation=lambda tokenizer, text: Encoder(tokenizer).text_ids(text),
+        total=sum,
+        attempts=2,
+        reset_timeout_s=30.0,
+        step_timeout_s=30.0,
+        most_lost_in_a_row=16,
     )
 
 
-def play(instant: str, root: Path, seed: int | None, **given: Any) -> tuple[dict[str, Any], int]:
-    """The sample, and how often the model was asked."""
+def play(
+    instant: str, root: Path, seed: int | None, *, replay: str = "always", **given: Any
+) -> tuple[dict[str, Any], int]:
+    """The sample, and how often the model was asked. ``given``: other terms."""
     fatal = Fatal(instant)
     engine = Counts(fatal)
-    made = rollouts(fatal, root, MemoryRuntime(), **given)
+    made = Rollouts(dataclasses.replace(terms(fatal, root, MemoryRuntime(), replay), **given))
 
     async def execute() -> dict[str, Any]:
         with call_under_way(CALL):
             return await made.execute("p: ", "label", Params(seed=seed), 500, Characters(), engine)
 
     return asyncio.run(execute()), engine.num_asked
+
+
+def open_episodes(root: Path) -> list[str]:
+    with Store(root) as store:
+        return [episode.id for episode in store.episodes() if episode.state == "open"]
 
 
 def main() -> None:

@@ -27,8 +27,10 @@ from belayer_integrations.openrlhf.sampling import Turn
 from belayer_integrations.openrlhf.weights import WeightsSeen
 from belayer_integrations.trajectory import Trajectory
 
+from belayer_env import ContainerEnv
+from belayer_env.errors import RecoveryFailed
 from belayer_env.ledger import Step
-from tests.integrations.openrlhf_crash import CALL, DEATH, FATAL_TURN, TURNS, play
+from tests.integrations.openrlhf_crash import CALL, DEATH, FATAL_TURN, TURNS, open_episodes, play
 
 SEED = 11
 WHOLE = TURNS + 1
@@ -113,6 +115,36 @@ def test_a_finished_samples_answer_is_given_again(tmp_path: Path) -> None:
     first, _ = play("", tmp_path, SEED)
     again, asked = play("", tmp_path, SEED)
     assert (asked, row(again)) == (0, row(first))
+
+
+def test_an_episode_that_cannot_be_brought_back_is_begun_afresh_once(tmp_path: Path) -> None:
+    """By another attempt, with draws of its own; what the dead process left is ended."""
+    die("run", tmp_path)
+    (left,) = open_episodes(tmp_path)
+
+    def resume(*_: object) -> ContainerEnv:
+        raise RecoveryFailed("no rung held", tried=("a checkpoint",))
+
+    hit, asked = play("", tmp_path, SEED, resume_env=resume)
+    calm, _ = play("", tmp_path / "calm", SEED)
+    assert asked == WHOLE
+    assert text_of(hit) != text_of(calm)
+    assert hit["extra_logs"]["container_retries"] == 1
+    assert left not in open_episodes(tmp_path)
+
+
+def test_a_sample_that_was_lost_stays_lost(tmp_path: Path) -> None:
+    """Another death must not be another try."""
+    made: list[int] = []
+
+    def make(*_: object) -> ContainerEnv:
+        made.append(0)
+        raise FileNotFoundError("no such image")
+
+    first, _ = play("", tmp_path, SEED, make_env=make)
+    again, _ = play("", tmp_path, SEED, make_env=make)
+    assert first["error"] == again["error"] == "FileNotFoundError: no such image"
+    assert len(made) == 1
 
 
 def test_a_book_that_is_no_book_is_begun_anew(tmp_path: Path) -> None:

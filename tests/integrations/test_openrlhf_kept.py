@@ -149,6 +149,7 @@ def test_a_killed_actors_episodes_go_on_where_they_were(
     with Store(root) as store:
         wait_until(lambda: store.homes() == [], 20.0)
         assert {episode.state for episode in store.episodes()} == {"closed"}
+        assert store.orphan_partials() == []
         assert len(store.episodes()) == 2 * NUM_PROMPTS * NUM_SAMPLES  # none was begun afresh
 
 
