@@ -40,8 +40,8 @@ def join(
     is_nccl = backend == "nccl" or not use_ray
     if is_nccl and not torch.cuda.is_available():
         raise ShadowUnavailable(
-            "weights are to come by NCCL, and the rollout actor sees no CUDA device; where there is none "
-            "--vllm.sync_with_ray --vllm.sync_backend gloo can do"
+            "weights are to come by NCCL, and the rollout actor sees no CUDA device: shadow=True receives "
+            "them in the actor's own process, so Ray has to give it one (num_gpus)"
         )
     device = f"cuda:{torch.cuda.current_device()}" if is_nccl else "cpu"
     if use_ray:
