@@ -17,17 +17,12 @@ from pathlib import Path
 
 from belayer_rollout.errors import WorkerHung
 
-__all__ = ["Fenced", "is_exiting", "is_stopped", "shared_memory_of"]
+__all__ = ["Fenced", "is_exiting", "is_stopped"]
 
 PF_EXITING = 0x4
 """include/linux/sched.h; field 9 of /proc/PID/task/TID/stat."""
 
 POLL_S = 0.0005
-
-SHARED_MEMORY = Path("/dev/shm")
-
-KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
-"""How Python's multiprocessing names its files there, and what its resource tracker calls them."""
 
 
 class Fenced:
@@ -110,18 +105,6 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return fields[0] in ("T", "t")
-
-
-def shared_memory_of(pids: Iterable[int | str]) -> frozenset[str]:
-    """Names in /dev/shm of what these processes ("self": this one) map; killed ones leave them behind."""
-    names: set[str] = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                path = line.split(maxsplit=5)[-1]
-                if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"):
-                    names.add(path.removeprefix("/dev/shm/"))
-    return frozenset(names)
 
 
 def _flags(thread: Path) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
-from multiprocessing import resource_tracker
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from belayer_rollout.fence import KINDS, SHARED_MEMORY, Fenced, is_stopped, shared_memory_of
+from belayer_rollout.fence import Fenced, is_stopped
 from belayer_rollout.types import EngineRequest, ModelInfo, TokenChunk
 
-__all__ = ["EngineFactory", "PairEngine", "ProcessIds", "Slot", "remove_shared_memory"]
+__all__ = ["EngineFactory", "PairEngine", "ProcessIds", "Slot"]
 
 
 class ProcessIds(Protocol):
@@ -77,7 +75,6 @@ class Slot:
         """Paused, by an update or the pair's user: silence is no fault."""
         self.is_lost = False
         self.seen_alive = time.monotonic()
-        self._shared: frozenset[str] = frozenset()
         self._stopped_polls = 0
 
     async def start(self) -> None:
@@ -85,7 +82,6 @@ class Slot:
         await self.engine.start()
         pids = self.engine.processes().all
         self.processes = Fenced.of(pids)
-        self._shared = shared_memory_of(pids)
         self.seen_alive = time.monotonic()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
@@ -116,19 +112,3 @@ class Slot:
         """End what is left of it, and what it left behind. Never raises."""
         await self.engine.close()
         self.processes.close()
-        await asyncio.to_thread(remove_shared_memory, self._shared)
-
-
-def remove_shared_memory(names: Iterable[str]) -> None:
-    """Remove what killed processes left in /dev/shm, unless this process maps it, too."""
-    ours = shared_memory_of(("self",))
-    for name in set(names) - ours:
-        kind = next((kind for prefix, kind in KINDS.items() if name.startswith(prefix)), None)
-        if kind is None:
-            continue
-        try:
-            (SHARED_MEMORY / name).unlink()
-        except OSError:
-            continue
-        # The tracker is this process's, shared by its children: it would complain of a leak at its end.
-        resource_tracker.unregister(f"/{name.removeprefix('sem.')}", kind)

@@ -59,6 +59,9 @@ REBUILD_WAIT_S = 1.0
 
 MOST_REBUILD_WAIT_S = 60.0
 
+MIN_BUILD_S = 1.0
+"""What is waited in any case for an engine that is being built already."""
+
 
 class ShadowPair:
     """See the module. One event loop; not for use after `close`."""
@@ -105,6 +108,10 @@ class ShadowPair:
         self._disposals: set[asyncio.Task[Any]] = set()
         """Of those, the ones that must come to their end."""
         self._rebuilding: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[Slot] | None = None
+        """The next shadow, until it is one, or a primary is to be made of it."""
+        self._build_s = 0.0
+        """What the last engine took to be built."""
         self._seat = OwnerSeat(memory)
         self._primary: Slot | None = None
         self._shadow: Slot | None = None
@@ -417,9 +424,12 @@ class ShadowPair:
         await self._move(Event.START_FAILED)
 
     async def _build_primary(self, record: Takeover) -> None:
+        owner = self._seat.pid
         await self._make_owner_sound(record)
+        slot = await self._adopted(record) if owner == self._seat.pid else None
         await self._discard_shadow()
-        slot = await self._build(lane=0, in_background=False)
+        if slot is None:
+            slot = await self._build(lane=0, in_background=False)
         try:
             epoch, version = await self._seat.fence()
             await slot.engine.activate(epoch)
@@ -431,6 +441,27 @@ class ShadowPair:
             raise
         await self._crown(slot, version, record, Event.PRIMARY_READY)
 
+    async def _adopted(self, record: Takeover) -> Slot | None:
+        """The shadow that is being built, once it is: sooner there than one that is begun now, if it goes on
+        as the last one did."""
+        building, self._building = self._building, None
+        if building is None:
+            return None
+        slot = None
+        try:
+            await asyncio.wait({building}, timeout=max(self._build_s, MIN_BUILD_S))
+            if building.done():
+                slot = building.result()
+                record.notes.append("the shadow that was being built serves")
+            else:
+                record.notes.append(f"the shadow that is being built is late by {self._build_s:.1f} s")
+        except RolloutError as error:
+            record.notes.append(f"the shadow that was being built: {type(error).__name__}: {error}")
+        finally:
+            if slot is None:
+                await self._abandon(building)
+        return slot
+
     async def _build(self, *, lane: int, in_background: bool) -> Slot:
         engine = self._make_engine(
             owner=self._seat.process.path,
@@ -441,11 +472,13 @@ class ShadowPair:
             files_version=self._files_version,
         )
         slot = Slot(engine, lane)
+        began = time.monotonic()
         try:
             await slot.start()
         except BaseException:
             await slot.dispose()
             raise
+        self._build_s = time.monotonic() - began
         self._spawn(self._watch_death(slot))
         return slot
 
@@ -519,33 +552,34 @@ class ShadowPair:
     async def _build_shadow(self) -> None:
         wait_s = REBUILD_WAIT_S
         while self._state is PairState.ALONE and self._primary is not None:
+            building = self._spawn(self._build(lane=1 - self._primary.lane, in_background=True))
+            self._building = building
             try:
-                slot = await self._build(lane=1 - self._primary.lane, in_background=True)
+                # Not to be cancelled with this task: a primary's successor may be made of it.
+                slot = await asyncio.shield(building)
+                async with self._turn:
+                    # The weights may have changed while it was built.
+                    await slot.engine.follow()
+                    if self._state is PairState.ALONE and not slot.is_lost and self._building is building:
+                        self._shadow, self._building = slot, None
+                        await self._move(Event.SHADOW_READY)
+                        return
             except RolloutError as error:
                 self._broken = f"no shadow: {error}"
+            finally:
+                if self._building is building:
+                    self._building = None
+                    await self._abandon(building)
+            if self._broken:
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, MOST_REBUILD_WAIT_S)
-                continue
-            if await self._take_shadow(slot):
-                return
 
-    async def _take_shadow(self, slot: Slot) -> bool:
-        taken = False
-        try:
-            async with self._turn:
-                # The weights may have changed while it was built.
-                await slot.engine.follow()
-                if self._state is PairState.ALONE and not slot.is_lost:
-                    self._shadow = slot
-                    taken = True
-                    await self._move(Event.SHADOW_READY)
-        except RolloutError as error:
-            self._broken = f"no shadow: {error}"
-        finally:
-            if not taken:
-                slot.is_lost = True
-                self._dispose_later(slot)
-        return taken
+    async def _abandon(self, building: asyncio.Task[Slot]) -> None:
+        building.cancel()
+        await asyncio.wait({building})
+        if not building.cancelled() and building.exception() is None:
+            building.result().is_lost = True
+            self._dispose_later(building.result())
 
     async def _replace_shadow(self) -> None:
         async with self._turn:
@@ -611,7 +645,6 @@ class ShadowPair:
 
         env = {
             "VLLM_CPU_OMP_THREADS_BIND": half_of_the_cores(lane),
-            "VLLM_RPC_BASE_PATH": str(self._directory),
             # They are the last to use these when this process is killed, and the owner with it.
             LEFTOVER: os.pathsep.join(map(str, (self._directory, owner.parent))),
         }

@@ -3,6 +3,7 @@
 python examples/swe_agent_loop.py                                   a scripted agent, on the task "bugfix"
 python examples/swe_agent_loop.py --task service --chaos 3          the container is killed three times
 python examples/swe_agent_loop.py --model NAME --base-url URL/v1    any OpenAI-compatible chat endpoint
+python examples/swe_agent_loop.py --model FOLDER                    a model on disk, by vLLM and a shadow
 """
 # ruff: noqa: T201
 
@@ -10,8 +11,11 @@ import argparse
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ from belayer_env import ContainerEnv, Conversation, Task, paths
 TASKS = Path(__file__).parent / "swe_tasks"
 SYSTEM = """You work in a Linux container through its bash shell. Answer with your reasoning, and then exactly
 one command in a ```bash block. Its output is the next message. When the task is done, run: submit"""
+CONTEXT_TOKENS = 8192
+"""For a model on disk."""
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str]
 """From the messages so far to the model's next one."""
@@ -56,13 +62,13 @@ def scripted(actions: Sequence[str]) -> Policy:
     return answer
 
 
-def chat(model: str, base_url: str, api_key: str) -> Policy:
+def chat(model: str, base_url: str, api_key: str, max_tokens: int) -> Policy:
     """A model behind an OpenAI-compatible chat endpoint."""
 
     def answer(messages: Sequence[Mapping[str, Any]]) -> str:
         response = requests.post(
             f"{base_url}/chat/completions",
-            json={"model": model, "messages": messages, "max_tokens": 1024},
+            json={"model": model, "messages": messages, "max_tokens": max_tokens},
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=600,
         )
@@ -71,6 +77,28 @@ def chat(model: str, base_url: str, api_key: str) -> Policy:
         return command if (command := last_command(text)) is not None else "echo 'No ```bash block found.'"
 
     return answer
+
+
+@contextmanager
+def served(folder: str) -> Iterator[str]:
+    """The URL of a chat endpoint for a model on disk, which runs until the block ends. Its engine has a
+    shadow: like the container's, its death is not the episode's."""
+    belayer = Path(sys.executable).with_name("belayer")
+    argv = [belayer, "rollout", "serve", "--model", folder, "--name", folder, "--port", "0"]
+    argv += ["--journal", ":memory:", "--max-model-len", str(CONTEXT_TOKENS)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines = iter(server.stderr or ())
+            for line in lines:
+                sys.stderr.write(line)
+                if (found := re.search(r"Serving on (\S+)", line)) is not None:
+                    break
+            else:
+                raise SystemExit(f"belayer rollout serve ended with status {server.wait()}")
+            threading.Thread(target=lambda: sys.stderr.writelines(lines), daemon=True).start()
+            yield found[1]
+        finally:
+            server.terminate()
 
 
 def last_command(text: str) -> str | None:
@@ -138,15 +166,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", choices=names, default="bugfix")
-    parser.add_argument("--model", help="its name at the endpoint; without it, a scripted agent")
+    parser.add_argument("--model", help="its name at --base-url, or a folder; else a scripted agent")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of each of the model's turns")
+    parser.add_argument("--most-steps", type=int, default=50)
     parser.add_argument("--chaos", type=int, default=0, metavar="N", help="kill the container N times")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     task, solution = load_task(given.task)
-    policy = chat(given.model, given.base_url, given.api_key) if given.model else scripted(solution)
-    reward, _ = run_episode(task, policy, chaos=given.chaos, seed=given.seed)
+    local = served(given.model) if given.model and Path(given.model).is_dir() else nullcontext(given.base_url)
+    with local as url:
+        policy = (
+            chat(given.model, url, given.api_key, given.max_tokens) if given.model else scripted(solution)
+        )
+        reward, _ = run_episode(task, policy, most_steps=given.most_steps, chaos=given.chaos, seed=given.seed)
     raise SystemExit(0 if reward == 1.0 else 1)
 
 

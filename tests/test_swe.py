@@ -16,6 +16,7 @@ from belayer_integrations.swe.transfer import read_bytes, unpack_command
 
 from belayer_env import ContainerEnv, Limits, Task, paths
 from belayer_env.errors import InvalidInput
+from belayer_rollout.models import ensure_model
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "swe_agent_loop.py"
 TASKS = sorted(path.parent.name for path in (EXAMPLE.parent / "swe_tasks").glob("*/task.json"))
@@ -149,13 +150,7 @@ def test_the_bundled_record_is_graded_by_its_own_tests(solved: str) -> None:
 @pytest.mark.criu
 @pytest.mark.parametrize("task", [*TASKS, *(record.instance_id for record, _ in BUNDLED)])
 def test_the_example_solves_its_tasks_through_three_kills(task: str) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, "--task", task, "--chaos", "3"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_example("--task", task, "--chaos", "3", timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reward 1.0" in done.stdout
 
@@ -171,3 +166,29 @@ def test_doing_nothing_solves_none_of_the_examples_tasks() -> None:
         task, _ = example.load_task(name)
         reward, _ = example.run_episode(task, example.scripted(["submit"]))
         assert reward == 0.0, name
+
+
+def test_the_example_says_why_a_model_on_disk_is_not_served(tmp_path: Path) -> None:
+    done = run_example("--model", str(tmp_path), timeout_s=60)
+    assert done.returncode == 1
+    # What is missing is said first: vLLM or transformers here, or else what the folder lacks.
+    *_, why, end = done.stderr.strip().splitlines()
+    assert len(why) > 20
+    assert end == "belayer rollout serve ended with status 1"
+
+
+@pytest.mark.vllm
+@pytest.mark.criu
+def test_the_example_asks_a_model_on_disk() -> None:
+    done = run_example(
+        "--model", str(ensure_model("smollm2")), "--most-steps", "2", "--max-tokens", "8", "--chaos", "1",
+        timeout_s=280,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr  # its weights are random
+    assert "reward 0.0 after 2 steps; the container was lost 1 times" in done.stdout
+
+
+def run_example(*options: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=timeout_s, check=False
+    )

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,21 +143,24 @@ async def _one_kill(pair: ShadowPair, wire: Tripwire, client: RolloutClient, num
 
 
 async def journal_cost(
-    pair: ShadowPair, journal: Path, num_tokens: int, rounds: int
+    pair: ShadowPair, journal: Path, num_tokens: int, rounds: int, say: Callable[[str], Any] = str
 ) -> list[tuple[float, float]]:
-    """(tokens per second with the journal, without) of each round, the two in turn. More requests wait than
-    the engine takes at once, as in training: what one waits for its commits another one uses."""
+    """(tokens per second with the journal, without) of each round. More requests wait than the engine takes
+    at once, as in training: what one waits for its commits another one uses.
+
+    A round is without, with, with, without: what the machine's speed drifts by meanwhile cancels out."""
     found = []
     async with (
         RolloutClient([pair], journal=journal, owns_workers=False) as kept,
         RolloutClient([pair], owns_workers=False) as unkept,
     ):
         for number in range(rounds):
-            speeds = {}
-            # Which goes first changes: the machine may warm up or cool down.
-            for client in (kept, unkept) if number % 2 else (unkept, kept):
+            say(f"with the journal and without, round {number + 1} of {rounds}")
+            took_s = {kept: 0.0, unkept: 0.0}
+            for turn, client in enumerate((unkept, kept, kept, unkept)):
                 began = time.monotonic()
-                await play(client, num_tokens, tag=f"{number}-", times=WAITING)
-                speeds[client] = WAITING * NUM_REQUESTS * num_tokens / (time.monotonic() - began)
-            found.append((speeds[kept], speeds[unkept]))
+                await play(client, num_tokens, tag=f"{number}-{turn}-", times=WAITING)
+                took_s[client] += time.monotonic() - began
+            num = 2 * WAITING * NUM_REQUESTS * num_tokens
+            found.append((num / took_s[kept], num / took_s[unkept]))
     return found

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,8 +44,11 @@ def failover(
         Engine, typer.Option(help="vllm: take-overs of a real pair; scripted: the client's own speed alone.")
     ] = Engine.VLLM,
     model: Model = Model.TINY,
-    rounds: Annotated[int, typer.Option(min=1, help="Kills, and comparisons; figures are medians.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Kills; with scripted, comparisons. For medians.")] = 5,
     cold_starts: Annotated[int, typer.Option(min=1)] = 3,
+    journal_rounds: Annotated[
+        int, typer.Option(min=1, help="With the journal and without it, each time twice; half a minute each.")
+    ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Kill the primary engine in mid-generation, again and again, and compare with starting it anew.
@@ -65,7 +69,7 @@ def failover(
             report = asyncio.run(
                 _scripted(rounds, Path(scratch), status.update)
                 if engine is Engine.SCRIPTED
-                else _vllm(model.value, rounds, cold_starts, Path(scratch), status.update)
+                else _vllm(model.value, rounds, cold_starts, journal_rounds, Path(scratch), status.update)
             )
     except RolloutError as error:
         typer.secho(f"belayer: {type(error).__name__}: {error}", err=True, fg="red")
@@ -118,17 +122,20 @@ async def _scripted(rounds: int, scratch: Path, say: Callable[[str], Any]) -> Re
 
 
 async def _vllm(
-    model: str, rounds: int, cold_starts: int, scratch: Path, say: Callable[[str], Any]
+    model: str, rounds: int, cold_starts: int, journal_rounds: int, scratch: Path, say: Callable[[str], Any]
 ) -> Report:
     from belayer_bench.machine import Machine
     from belayer_rollout.bench import failover as bench
     from belayer_rollout.bench.cold import cold_start_s
     from belayer_rollout.bench.tripwire import Tripwire
     from belayer_rollout.client import RolloutClient
+    from belayer_rollout.errors import EngineMissing
     from belayer_rollout.models import ensure_model
     from belayer_rollout.pair_state import PairState
     from belayer_rollout.shadow import ShadowPair
 
+    if find_spec("vllm") is None:
+        raise EngineMissing("vLLM is not installed in this environment. Try: scripts/install-vllm")
     say(f"making the model {model}")
     folder = ensure_model(model)
     num_tokens = bench.NUM_TOKENS[model]
@@ -150,9 +157,8 @@ async def _vllm(
                 say(f"kill {number + 1} of {rounds}")
                 found.append(await bench.take_over(pair, wire, client, num_tokens))
         await pair.wait_for(PairState.GUARDED)
-        say("with the journal and without")
         tokens = bench.SPEED_TOKENS[model]
-        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, max(6, rounds))
+        speeds = await bench.journal_cost(pair, scratch / "speed.db", tokens, journal_rounds, say)
     finally:
         await pair.close()
     return summarise(model, Machine.here(), cold, undisturbed, found, speeds)
@@ -177,7 +183,8 @@ def summarise(
         for name in ("swap", "first_token", "all_requests")
     }
     medians["tokens_per_s"] = median(kept for kept, _ in speeds)
-    cost_pct = median(100 * (1 - kept / unkept) for kept, unkept in speeds)
+    costs_pct = [100 * (1 - kept / unkept) for kept, unkept in speeds]
+    cost_pct = median(costs_pct)
     targets = {
         "tiny": {"cold_over_all_requests": 60.0, "cold_over_swap": 400.0},
         "smollm2": {"cold_over_first_token": 42.0, "cold_over_all_requests": 18.0},
@@ -202,6 +209,7 @@ def summarise(
             "detect": "kill -9 of EngineCore until the fault is seen",
             "first_token": "the same kill until the shadow's first token, of any request",
             "all_requests": f"the same kill until its first token of each of {len(undisturbed)} requests",
-            "journal_cost_pct": "tokens per second lost by the journal (strict), the two in turn",
+            "journal_cost_pct": "tokens per second lost by the journal (strict), the two in turn; of "
+            f"{len(speeds)} rounds, which were {', '.join(f'{cost:.1f}' for cost in costs_pct)}",
         },
     )

@@ -48,12 +48,18 @@ def end_orphans(user: int, *, is_stopped: Callable[[], bool] = lambda: False) ->
 
 
 def _processes_of(user: int) -> list[int]:
+    """An engine's are started by Python's multiprocessing. What the user's other threads started while one
+    was being started has inherited the variable, and is none of it."""
     mark = f"{USER}={user}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0") and _is_running(int(entry.name)):
+                if (
+                    mark in (entry / "environ").read_bytes().split(b"\0")
+                    and b"multiprocessing" in (entry / "cmdline").read_bytes()
+                    and _is_running(int(entry.name))
+                ):
                     found.append(int(entry.name))
     return found
 

@@ -8,7 +8,7 @@ from belayer_integrations.openrlhf.keeping import keep_actors_alive
 from belayer_integrations.openrlhf.rollouts import NothingComesBack
 from belayer_integrations.openrlhf.sampling import TurnAborted
 from belayer_integrations.openrlhf.shadow import ShadowOptions, ShadowUnavailable
-from belayer_integrations.openrlhf.weights import ActorRestarted, WeightsLost
+from belayer_integrations.openrlhf.weights import ActorRestarted, StaleWeights
 
 __all__ = [
     "ActorKeepsDying",
@@ -18,9 +18,9 @@ __all__ = [
     "NothingComesBack",
     "ShadowOptions",
     "ShadowUnavailable",
+    "StaleWeights",
     "TrainerUnavailable",
     "TurnAborted",
-    "WeightsLost",
     "agent_executor",
     "as_user_message",
     "keep_actors_alive",

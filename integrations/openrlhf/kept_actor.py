@@ -53,7 +53,7 @@ class KeptRolloutActor(_Upstream):
         """Upstream's.
 
         Raises:
-            ActorKeepsDying, WeightsLost: see there."""
+            ActorKeepsDying, StaleWeights: see there."""
         self._belayer_incarnation.require_fruitful(MOST_FRUITLESS)
         self._belayer_weights.require_current()
         task = ray.get_runtime_context().get_task_id()

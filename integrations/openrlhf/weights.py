@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ActorRestarted", "WeightsLost", "WeightsSeen"]
+__all__ = ["ActorRestarted", "StaleWeights", "WeightsSeen"]
 
 
-class WeightsLost(RuntimeError):
+class StaleWeights(RuntimeError):
     """A rollout actor died after the trainer had sent it weights, and was started again with those of the
     beginning: nothing may be sampled from them."""
 
@@ -53,9 +53,9 @@ class WeightsSeen:
         """Before anything is sampled.
 
         Raises:
-            WeightsLost: it would be with old weights."""
+            StaleWeights: it would be with old weights."""
         if not self.are_current:
-            raise WeightsLost(
+            raise StaleWeights(
                 "this rollout actor died after the trainer had sent it weights, and was started again with "
                 f"those that the training began with: {_REMEDY}"
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from belayer_integrations.openrlhf import ActorKeepsDying, ActorRestarted, WeightsLost
+from belayer_integrations.openrlhf import ActorKeepsDying, ActorRestarted, StaleWeights
 from belayer_integrations.openrlhf.book import Past, context_digest, read_records, seed_record, turn_record
 from belayer_integrations.openrlhf.books import KEEP_ANSWERED_S, KEEP_UNANSWERED_S, Books, is_stale
 from belayer_integrations.openrlhf.calls import Call, call_under_way, current_call
@@ -290,12 +290,12 @@ def test_old_weights_are_never_sampled_from() -> None:
     unsent.join()
     unsent.receive(by_group=True, is_last=True)
     again = WeightsSeen(is_first=False, were_sent=True)
-    with pytest.raises(WeightsLost, match=r"ckpt\.load_enable"):
+    with pytest.raises(StaleWeights, match=r"ckpt\.load_enable"):
         again.require_current()
     with pytest.raises(ActorRestarted, match=r"ckpt\.load_enable"):
         again.receive(by_group=True, is_last=True)
     again.receive(by_group=False, is_last=False)
-    with pytest.raises(WeightsLost):
+    with pytest.raises(StaleWeights):
         again.require_current()
     again.receive(by_group=False, is_last=True)  # by CUDA IPC they come to whoever is there
     again.require_current()

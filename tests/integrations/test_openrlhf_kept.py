@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from belayer_integrations.openrlhf import ActorRestarted, WeightsLost, keep_actors_alive
+from belayer_integrations.openrlhf import ActorRestarted, StaleWeights, keep_actors_alive
 
 from belayer_env.sandbox.layers import open_layers
 from belayer_env.store import Store
@@ -163,7 +163,7 @@ def test_an_actor_that_had_been_sent_weights_samples_no_more_when_it_is_started_
     with pytest.raises(ray.exceptions.RayTaskError):  # upstream's worker wants a device for it
         ray.get(actor.update_weight_cuda_ipc.remote("no.such.tensor", torch.float32, (1,), {}, True))
     os.kill(pid_of(actor), signal.SIGKILL)
-    with pytest.raises(WeightsLost, match=r"ckpt\.load_enable"):
+    with pytest.raises(StaleWeights, match=r"ckpt\.load_enable"):
         ray.get(batch(actor, tokenizer, image), timeout=240)
     with pytest.raises(ActorRestarted, match=r"ckpt\.load_enable"):
         ray.get(actor.update_weight.remote("no.such.tensor", torch.float32, (1,)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.openrlhf_sender import Sender
+from belayer_rollout.shared_memory import shared_memory_of
 from tests.integrations.test_openrlhf import (  # noqa: F401  fixtures among them
     cluster,
     container,
@@ -138,6 +138,7 @@ def sender(shadowed: Shadowed) -> Any:
     import ray
 
     from belayer_rollout.models import ensure_model
+    from tests.integrations.openrlhf_sender import Sender
 
     made = Sender.remote(ensure_model("tiny"), [shadowed.actor])  # type: ignore[attr-defined]
     ray.get(made.join.remote(), timeout=60)
@@ -364,9 +365,7 @@ def is_running(pid: int) -> bool:
 
 
 def mapped(pid: int) -> set[str]:
-    from belayer_rollout.fence import shared_memory_of
-
-    return {name for name in shared_memory_of((pid,)) if name.startswith(("psm_", "sem.mp-"))}
+    return set(shared_memory_of((pid,)))
 
 
 def test_an_option_that_a_pair_cannot_honour_ends_the_actors_construction(cluster: None) -> None:  # noqa: F811

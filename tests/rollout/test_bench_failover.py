@@ -81,7 +81,8 @@ def test_an_engine_that_is_not_installed_is_named_with_its_remedy() -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(1500)
 def test_the_bench_runs_and_its_tokens_are_identical() -> None:
-    argv = ["bench", "failover", "--model", "tiny", "--rounds", "1", "--cold-starts", "1", "--json"]
+    argv = ["bench", "failover", "--model", "tiny", "--rounds", "1", "--cold-starts", "1"]
+    argv += ["--journal-rounds", "1", "--json"]
     code = f"import sys; from belayer_env.cli.main import main; sys.argv = ['belayer', *{argv!r}]; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=1400, check=False

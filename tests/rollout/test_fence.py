@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from belayer_rollout.fence import Fenced, is_exiting, is_stopped, shared_memory_of
+from belayer_rollout.fence import Fenced, is_exiting, is_stopped
 
 MANY_THREADS = (
     "import threading, mmap\n"
@@ -73,16 +73,3 @@ def test_the_dead_and_reaped_are_harmless_and_never_mistaken_for_others(
             Fenced([process.pid])
     finally:
         fenced.close()
-
-
-def test_shared_memory_is_found_by_who_maps_it() -> None:
-    from multiprocessing.shared_memory import SharedMemory
-
-    segment = SharedMemory(create=True, size=4096)
-    try:
-        assert segment.name in shared_memory_of(["self"])
-        assert segment.name in shared_memory_of([os.getpid()])
-    finally:
-        segment.close()
-        segment.unlink()
-    assert segment.name not in shared_memory_of(["self"])

@@ -308,8 +308,14 @@ def test_an_owner_ends_with_its_killed_starter_and_removes_its_socket() -> None:
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_engines_of_a_killed_user_end_and_those_of_a_living_one_do_not(is_killed: bool) -> None:
     starter, pid, _ = start_elsewhere(0.0)
+    as_engine = [sys.executable, "-c", "import multiprocessing.spawn, time; time.sleep(100)"]
     engines = [
-        subprocess.Popen(["sleep", "100"], env={USER: str(user)}) for user in (starter.pid, os.getpid())
+        subprocess.Popen(argv, env={USER: str(user)})
+        for argv, user in (
+            (as_engine, starter.pid),
+            (as_engine, os.getpid()),
+            (["sleep", "100"], starter.pid),
+        )
     ]
     try:
         if is_killed:
@@ -317,7 +323,7 @@ def test_engines_of_a_killed_user_end_and_those_of_a_living_one_do_not(is_killed
         else:
             os.kill(pid, signal.SIGTERM)
         assert wait_ended(pid)
-        assert engines[1].poll() is None
+        assert engines[1].poll() is engines[2].poll() is None
         assert engines[0].poll() == (-signal.SIGKILL if is_killed else None)
     finally:
         end(starter)

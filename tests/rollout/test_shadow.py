@@ -72,6 +72,11 @@ def expected(versions: list[int]) -> list[int]:
     return tokens[3:]
 
 
+async def made(fleet: Fleet, num_engines: int) -> None:
+    while len(fleet.engines) < num_engines:  # noqa: ASYNC110 - which sets no event
+        await asyncio.sleep(0.01)
+
+
 def check(chunks: list[Any]) -> None:
     versions = [chunk.weight_version for chunk in chunks]
     assert [chunk.token_ids[0] for chunk in chunks] == expected(versions)
@@ -153,6 +158,55 @@ def test_a_fault_without_a_shadow_starts_cold_on_the_owners_memory() -> None:
             check(await waiting)
             assert (pair.history[-1].path, pair.history[-1].reason) == ("cold", "no shadow was ready")
             assert pair.owner_process() == owner
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_while_a_shadow_is_built_makes_a_primary_of_it() -> None:
+    async def scenario() -> None:
+        async with guarded() as (pair, fleet):
+            fleet.may_start.clear()
+            kill(*pair.primary_processes())
+            await pair.wait_for(PairState.ALONE)
+            await made(fleet, 3)
+            pid = pair.primary_processes()
+            waiting = asyncio.ensure_future(stream(pair, at(9, lambda: kill(*pid))))
+            await pair.wait_for(PairState.COLD)
+            fleet.may_start.set()
+            check(await waiting)
+            assert pair.history[-1].notes == ["the shadow that was being built serves"]
+            await pair.wait_for(PairState.GUARDED)
+            assert len(fleet.engines) == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_shadow_that_comes_to_nothing_is_not_waited_for(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("belayer_rollout.shadow.MIN_BUILD_S", 0.3)
+
+    async def scenario() -> None:
+        async with guarded() as (pair, fleet):
+            fleet.may_start.clear()
+            kill(*pair.primary_processes())
+            await pair.wait_for(PairState.ALONE)
+            await made(fleet, 3)
+            kill(*pair.primary_processes())
+            await pair.wait_for(PairState.COLD)
+            if fails:
+                fleet.engines[-1]._fleet = doomed = Fleet()
+                doomed.start_error = WorkerGone("it was killed, too", worker="p")
+            else:
+                await made(fleet, 4)
+            fleet.may_start.set()
+            await pair.wait_for(PairState.GUARDED)
+            check(await stream(pair))
+            # One that fails before it is looked for leaves no word.
+            why = "it was killed" if fails else "late by"
+            assert all(why in note for note in pair.history[-1].notes)
+            assert fails or pair.history[-1].notes
 
     asyncio.run(scenario())
 

@@ -55,6 +55,7 @@ def nothing_left_of(engine: VllmWorker) -> Iterator[None]:
     assert not [process for process in engine._known if process.is_running() and not is_zombie(process)]
     # Other engines of this host come and go: only what was this one's counts.
     assert not [name for name in engine._shared_memory if Path("/dev/shm", name).exists()]
+    assert not [path for path in (*engine._files, engine._scratch) if path is not None and path.exists()]
     # vLLM itself sets some more when it is imported, and reads them later.
     assert {name: os.environ.get(name) for name in OURS} == environment
 

@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from belayer_rollout.fence import KINDS, SHARED_MEMORY, shared_memory_of
+from belayer_rollout.shared_memory import DIRECTORY, shared_memory_of
 
 __all__ = ["EXTENSION", "LEFTOVER", "WorkerExtension", "end_with"]
 
 EXTENSION = "belayer_rollout.engines.vllm.extension.WorkerExtension"
 
 LEFTOVER = "BELAYER_ENGINE_LEFTOVER"
-"""Environment variable: directories (separated as in PATH) to remove when the engine's user was killed."""
-
+"""Environment variable: directories (between them os.pathsep) to remove when its user was killed."""
 
 _watched: set[int] = set()
+_left: list[str] = []
+"""Files that this process leaves behind."""
 
 
 def end_with(pid: int) -> None:
@@ -48,12 +49,11 @@ def end_with(pid: int) -> None:
 
 def _end() -> None:
     # Python's resource tracker would, but is a child of the user's, and may have been killed with it.
-    for name in shared_memory_of(("self",)):
-        if name.startswith(tuple(KINDS)):
-            with contextlib.suppress(OSError):
-                (SHARED_MEMORY / name).unlink()
-    for directory in filter(None, os.environ.get(LEFTOVER, "").split(os.pathsep)):
-        shutil.rmtree(directory, ignore_errors=True)
+    for path in (*(DIRECTORY / name for name in shared_memory_of(("self",))), *map(Path, _left)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for leftover in filter(None, os.environ.get(LEFTOVER, "").split(os.pathsep)):
+        shutil.rmtree(leftover, ignore_errors=True)
     os._exit(1)
 
 
@@ -61,6 +61,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker. Every name begins with ``belayer_``, so that none of vLLM's is hidden."""
 
     model_runner: Any  # vLLM's
+    distributed_init_method: str  # likewise
     _belayer_before: list[_ModuleState] | None = None
 
     def belayer_pids(self) -> tuple[int, int]:
@@ -69,7 +70,13 @@ class WorkerExtension:
 
     def belayer_end_with(self, pid: int) -> None:
         """See `end_with`."""
+        _left[:] = self.belayer_files()
         end_with(pid)
+
+    def belayer_files(self) -> list[str]:
+        """Files that it leaves behind even if it ends in peace: the one through which its ranks met."""
+        scheme, _, path = self.distributed_init_method.partition("://")
+        return [path] if scheme == "file" else []
 
     def belayer_load(self, directory: str) -> str | None:
         """Put the safetensors of a directory in force, and keep what was before; the reason if that fails,

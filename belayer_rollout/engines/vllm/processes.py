@@ -10,14 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
+from multiprocessing import active_children, resource_tracker
 from typing import NamedTuple
 
 import psutil
 
 from belayer_rollout.memory.orphans import USER
+from belayer_rollout.shared_memory import shared_memory_of
 
 __all__ = [
     "END_S",
@@ -26,12 +25,13 @@ __all__ = [
     "end_marked",
     "engine_environment",
     "marked",
-    "shared_memory_of",
-    "unlink_shared_memory",
 ]
 
 MARK = "BELAYER_ENGINE"
 """Environment variable by which every process of an engine is found, also when its parent is gone."""
+
+CORE = "EngineCore"
+"""How the names begin of the processes that vLLM starts as children of its user's."""
 
 END_S = 10.0
 """A SIGKILL takes milliseconds; a process that is in the kernel (a page-in, a driver) may take longer."""
@@ -79,52 +79,56 @@ def engine_environment(mark: str, variables: Mapping[str, str]) -> Iterator[None
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every process that was started with this mark, by itself or by an ancestor; this one left out."""
-    found = []
+    """Every process of the engine with this mark, wherever its parents are gone to.
+
+    What another thread of this process starts while an engine starts inherits the mark, too, and is none of
+    it: of this process's own children only those count that vLLM made, and what descends from them."""
+    bearers: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                bearers[process.pid] = process
+    made = {child.pid for child in active_children() if child.name.startswith(CORE)}
+    return [process for process in bearers.values() if _is_of_engine(process, bearers, made)]
 
 
-def end_marked(mark: str, known: Iterable[psutil.Process] = (), deadline_s: float = END_S) -> bool:
+def _is_of_engine(
+    process: psutil.Process, bearers: Mapping[int, psutil.Process], made: set[int | None]
+) -> bool:
+    try:
+        parent = process.ppid()
+        if process.pid in made or parent in bearers:
+            return process.pid in made or _is_of_engine(bearers[parent], bearers, made)
+        # An orphan: vLLM's are Python's multiprocessing's.
+        return parent != os.getpid() and any("multiprocessing" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def end_marked(
+    mark: str,
+    known: Iterable[psutil.Process] = (),
+    *,
+    shared: set[str] | None = None,
+    deadline_s: float = END_S,
+) -> bool:
     """Kill every process with this mark and wait until they are gone, those that they still start too.
 
     SIGKILL also ends a stopped process. ``known`` are those of which one may be on its way out, when its mark
-    cannot be read any more. Blocks. False if one is still there after the deadline."""
+    cannot be read any more; ``shared`` is given the names of the shared memory that they map. Blocks. False
+    if one is still there after the deadline."""
     deadline = time.monotonic() + deadline_s
     known = list(known)
     while left := [process for process in {*marked(mark), *known} if _is_running(process)]:
         if time.monotonic() > deadline:
             return False
+        if shared is not None:
+            shared |= shared_memory_of(process.pid for process in left)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(left, timeout=0.2)
     return True
-
-
-def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """Names of the shared memory segments that these processes map and this one does not."""
-    return set().union(*(_mapped(pid) for pid in pids)) - _mapped(os.getpid())
-
-
-def unlink_shared_memory(names: Iterable[str]) -> None:
-    """Remove what killed processes left: their segments would otherwise last until this process ends."""
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            segment = SharedMemory(name)
-            segment.close()
-            segment.unlink()
-
-
-def _mapped(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line}
 
 
 class DeathWatch:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from importlib.util import find_spec
@@ -16,7 +18,7 @@ import psutil
 
 from belayer_rollout.engines.base import WeightSource
 from belayer_rollout.engines.probe import prove_generating
-from belayer_rollout.engines.vllm.extension import EXTENSION
+from belayer_rollout.engines.vllm.extension import EXTENSION, LEFTOVER
 from belayer_rollout.engines.vllm.outputs import chunks, end_tokens, version_starts
 from belayer_rollout.engines.vllm.params import EXACT_PROCESSOR, sampling_arguments
 from belayer_rollout.engines.vllm.processes import (
@@ -25,8 +27,6 @@ from belayer_rollout.engines.vllm.processes import (
     EngineProcesses,
     end_marked,
     engine_environment,
-    shared_memory_of,
-    unlink_shared_memory,
 )
 from belayer_rollout.engines.vllm.weights import check_complete, staged
 from belayer_rollout.errors import (
@@ -39,6 +39,7 @@ from belayer_rollout.errors import (
     WorkerGone,
     WorkerHung,
 )
+from belayer_rollout.shared_memory import remove_shared_memory, shared_memory_of
 from belayer_rollout.types import EngineRequest, ModelInfo, TokenChunk
 
 __all__ = ["VllmWorker"]
@@ -102,6 +103,9 @@ class VllmWorker:
         self._processes = EngineProcesses((), ())
         self._known: list[psutil.Process] = []
         self._shared_memory: set[str] = set()
+        """What the engine's processes have shared so far: killed ones leave it behind."""
+        self._files: list[Path] = []
+        """Likewise, and vLLM leaves them even when it ends in peace."""
         self._ends: tuple[int, ...] = ()
         self._watch: DeathWatch | None = None
         self._streams: dict[str, Any] = {}
@@ -110,6 +114,7 @@ class VllmWorker:
         """Why the engine is no more; None while it is."""
         self._died = asyncio.Event()
         self._closed = False
+        self._scratch: Path | None = None
 
     @property
     def name(self) -> str:
@@ -149,10 +154,12 @@ class VllmWorker:
                 pids = await self.rpc("belayer_pids", deadline_s=RPC_DEADLINE_S)
                 self._processes = EngineProcesses.of(pids)
                 self._known = [psutil.Process(pid) for pid in self._processes.all]
-                self._shared_memory = shared_memory_of(self._processes.all)
+                files = await self.rpc("belayer_files", deadline_s=RPC_DEADLINE_S)
+                self._files = [Path(file) for of_rank in files for file in of_rank]
                 self._watch = DeathWatch(self._processes.all, self._on_death)
                 await self.rpc("belayer_end_with", os.getpid(), deadline_s=RPC_DEADLINE_S)
                 await self.health()
+                self._shared_memory |= shared_memory_of(self._processes.all)
             except BaseException as error:
                 await self._end(f"it did not start: {error}")
                 raise
@@ -251,13 +258,13 @@ class VllmWorker:
         Raises:
             WorkerHung: one is still there 10 s after its SIGKILL."""
         self._on_death(None, "killed")
-        if not await asyncio.to_thread(end_marked, self._mark, self._known):
+        if not await self._kill_marked():
             raise WorkerHung("a process is still there 10 s after its SIGKILL", worker=self._name)
 
     async def close(self) -> None:
         self._closed = True
         if self._starting.locked():
-            await asyncio.to_thread(end_marked, self._mark)  # or it would be awaited first
+            await self._kill_marked()  # or it would be awaited first
         async with self._starting:
             await self._end("closed")
 
@@ -271,14 +278,15 @@ class VllmWorker:
             # The thread cannot be interrupted, but what it waits for can be killed.
             self._closed = True
             while not building.done():
-                await asyncio.to_thread(end_marked, self._mark)
+                await self._kill_marked()
                 await asyncio.wait({building}, timeout=0.1)
             if building.exception() is None:
                 self._engine = building.result()
             raise
 
     def _build(self) -> Any:
-        with engine_environment(self._mark, self._environment):
+        self._scratch = Path(tempfile.mkdtemp(prefix="belayer-vllm-"))
+        with engine_environment(self._mark, self._environment | self._in_scratch(self._scratch)):
             if self._closed:
                 raise WorkerGone("closed before it started", worker=self._name)
             try:
@@ -294,6 +302,11 @@ class VllmWorker:
                 raise WorkerGone(
                     f"vLLM did not start: {error}. Set VLLM_LOGGING_LEVEL=INFO to see why", worker=self._name
                 ) from error
+
+    def _in_scratch(self, scratch: Path) -> dict[str, str]:
+        """Variables that put vLLM's sockets there, which it leaves behind, and have them go in any case."""
+        leftovers = (self._environment.get(LEFTOVER), str(scratch))
+        return {"VLLM_RPC_BASE_PATH": str(scratch), LEFTOVER: os.pathsep.join(filter(None, leftovers))}
 
     def _arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -419,7 +432,7 @@ class VllmWorker:
         self._on_death(None, why)
         if engine is not None and engine.output_handler is not None:
             engine.output_handler.cancel()  # or it logs the end that we make as an error
-        await asyncio.to_thread(end_marked, self._mark, self._known)
+        await self._kill_marked()
         if engine is not None:
             with contextlib.suppress(Exception):
                 # Its part in this process: sockets, tasks, a monitor thread.
@@ -429,7 +442,17 @@ class VllmWorker:
         for child in multiprocessing.active_children():
             if child.pid in self._processes.cores:
                 await asyncio.to_thread(child.join, END_S)  # killed: this reaps it
-        unlink_shared_memory(self._shared_memory)
+        await asyncio.to_thread(self._clear_away)
+
+    async def _kill_marked(self) -> bool:
+        return await asyncio.to_thread(end_marked, self._mark, self._known, shared=self._shared_memory)
+
+    def _clear_away(self) -> None:
+        remove_shared_memory(self._shared_memory)
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _on_cpu(engine: Any) -> bool:
