@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["USER", "end_orphans"]
+__all__ = ["USER", "end_orphans", "is_engines"]
 
 USER = "BELAYER_ENGINE_USER"
 """Environment variable of an engine's processes: the process id of its user."""
+
+TITLE = "VLLM::"
+"""How vLLM's processes begin their command lines, once they have written over them."""
 
 EXIT_S = 1.0
 """From a connection's end until its process is gone."""
@@ -48,8 +51,8 @@ def end_orphans(user: int, *, is_stopped: Callable[[], bool] = lambda: False) ->
 
 
 def _processes_of(user: int) -> list[int]:
-    """An engine's are started by Python's multiprocessing. What the user's other threads started while one
-    was being started has inherited the variable, and is none of it."""
+    """What the user's other threads started while an engine was being started has inherited the variable,
+    and is none of it."""
     mark = f"{USER}={user}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -57,11 +60,17 @@ def _processes_of(user: int) -> list[int]:
             with contextlib.suppress(OSError):
                 if (
                     mark in (entry / "environ").read_bytes().split(b"\0")
-                    and b"multiprocessing" in (entry / "cmdline").read_bytes()
+                    and is_engines((entry / "cmdline").read_bytes().decode(errors="replace"))
                     and _is_running(int(entry.name))
                 ):
                     found.append(int(entry.name))
     return found
+
+
+def is_engines(command_line: str) -> bool:
+    """Whether it is that of a process of vLLM's: started by Python's multiprocessing, until it gives itself a
+    title, which it does before its handshake."""
+    return "multiprocessing" in command_line or command_line.startswith(TITLE)
 
 
 def _is_running(pid: int) -> bool:

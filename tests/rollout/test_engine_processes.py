@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,16 +24,17 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def be_a_core(say: Connection) -> None:
-    """An EngineCore, as far as its processes go: it has a worker and a helper."""
+    """An EngineCore, as far as its processes go: it has two workers, one under vLLM's title, and a helper."""
     worker = SPAWN.Process(target=time.sleep, args=(600,))
     worker.start()
+    titled = subprocess.Popen(["VLLM::Worker", "600"], executable=shutil.which("sleep"))
     helper = subprocess.Popen(["sleep", "600"])
-    say.send((worker.pid, helper.pid))
+    say.send((worker.pid, titled.pid, helper.pid))
     signal.pause()
 
 
 @pytest.fixture
-def core() -> Iterator[tuple[Any, tuple[int, int], list[int]]]:
+def core() -> Iterator[tuple[Any, tuple[int, int, int], list[int]]]:
     hear, say = SPAWN.Pipe(duplex=False)
     core = SPAWN.Process(target=be_a_core, args=(say,), name="EngineCore_DP0")
     with engine_environment(MARK, {}):
@@ -69,12 +71,12 @@ def test_what_others_start_meanwhile_is_none_of_the_engine(core: Any) -> None:
 
 
 def test_workers_are_found_when_their_core_is_gone(core: Any) -> None:
-    engine, (worker, _), _ = core
+    engine, (*workers, _), _ = core
     engine.kill()
     engine.join()
-    assert worker in {process.pid for process in marked(MARK)}
+    assert set(workers) <= {process.pid for process in marked(MARK)}
     assert end_marked(MARK)
-    wait_until(lambda: not is_there(worker))
+    wait_until(lambda: not any(map(is_there, workers)))
 
 
 def is_there(pid: int) -> bool:

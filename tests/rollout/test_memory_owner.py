@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from belayer_rollout.memory.orphans import USER
 
 LAYOUT = plan_layout([TensorSpec("w", (700, 1000), "float32"), TensorSpec("b", (3,), "int8", "buffer")])
 MAPPER = HostMapper()
+SLEEP = shutil.which("sleep")
 
 
 @pytest.fixture
@@ -309,10 +311,13 @@ def test_an_owner_ends_with_its_killed_starter_and_removes_its_socket() -> None:
 def test_engines_of_a_killed_user_end_and_those_of_a_living_one_do_not(is_killed: bool) -> None:
     starter, pid, _ = start_elsewhere(0.0)
     as_engine = [sys.executable, "-c", "import multiprocessing.spawn, time; time.sleep(100)"]
+    # In its handshake it waits under a title, where its own end is minutes away.
+    titled = ["VLLM::EngineCore", "100"]
     engines = [
-        subprocess.Popen(argv, env={USER: str(user)})
+        subprocess.Popen(argv, env={USER: str(user)}, executable=SLEEP if argv is titled else None)
         for argv, user in (
             (as_engine, starter.pid),
+            (titled, starter.pid),
             (as_engine, os.getpid()),
             (["sleep", "100"], starter.pid),
         )
@@ -323,8 +328,8 @@ def test_engines_of_a_killed_user_end_and_those_of_a_living_one_do_not(is_killed
         else:
             os.kill(pid, signal.SIGTERM)
         assert wait_ended(pid)
-        assert engines[1].poll() is engines[2].poll() is None
-        assert engines[0].poll() == (-signal.SIGKILL if is_killed else None)
+        assert engines[2].poll() is engines[3].poll() is None
+        assert engines[0].poll() == engines[1].poll() == (-signal.SIGKILL if is_killed else None)
     finally:
         end(starter)
         for engine in engines:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from belayer_rollout.memory.orphans import USER
+from belayer_rollout.memory.orphans import USER, is_engines
 from belayer_rollout.shared_memory import shared_memory_of
 
 __all__ = [
@@ -99,8 +99,8 @@ def _is_of_engine(
         parent = process.ppid()
         if process.pid in made or parent in bearers:
             return process.pid in made or _is_of_engine(bearers[parent], bearers, made)
-        # An orphan: vLLM's are Python's multiprocessing's.
-        return parent != os.getpid() and any("multiprocessing" in word for word in process.cmdline())
+        # An orphan.
+        return parent != os.getpid() and is_engines(" ".join(process.cmdline()))
     except psutil.Error:
         return False
 
