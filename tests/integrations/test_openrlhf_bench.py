@@ -36,7 +36,7 @@ def test_a_lost_sample_and_one_that_went_another_way_are_counted() -> None:
 
 @pytest.mark.trainers
 @pytest.mark.criu
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(os.geteuid() != 0, reason="containers need root")
 @pytest.mark.parametrize("runtime", ["runc"], indirect=True)
 def test_both_sides_of_two_rows(runtime: object) -> None:
