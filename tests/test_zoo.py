@@ -324,6 +324,15 @@ def test_shell_without_bash_goes_on(sandboxes: Sandboxes, busybox_image: str) ->
     assert restored.run("pwd; f; cat k; kill %1 && echo killed").output == "/tmp\nfn3\nk\nkilled\n"
 
 
+@pytest.mark.parametrize("words", ["", "x" * 100_000])
+def test_a_job_that_has_its_own_step_open_goes_on(sandboxes: Sandboxes, words: str) -> None:
+    """As one that a shell other than bash has just forked, and that has not run yet."""
+    sandbox = sandboxes.create()
+    sandbox.run(f"sleep 4321 8</belayer/step & # {words}")
+    restored = sandboxes.reborn(sandbox)
+    assert restored.run("head -c 10 /proc/$!/fd/8; kill %1 && echo killed").output == "sleep 4321killed\n"
+
+
 def test_checkpoint_with_a_busy_background_and_timed_out_past(sandboxes: Sandboxes) -> None:
     sandbox = sandboxes.create()
     sandbox.run("K=1; while :; do :; done", timeout_s=0.5)

@@ -50,6 +50,8 @@ TIMED_OUT_CODE = 124
 
 _GIVE_UP_SIGNAL = 41  # also in loop.bash
 _SCRIPTS = ("init.sh", "loop.bash", "loop.sh")
+_STEP = "step"
+"""The command under way, or the last one."""
 _CHUNK = 1 << 16
 _MESSAGES_A_TURN = 1 << 10
 _DRAIN_TURNS = 64
@@ -124,7 +126,8 @@ class ChannelContents:
     if none, None if that is not known. ``last_pid``: the pid that its namespace gave out last, 0 if that is
     not known. ``late_fifos``: output FIFOs that background jobs still hold.
     ``scripts``: those that the sandbox's processes have open, name to text, which a later Belayer may have
-    changed; empty: this Belayer's."""
+    changed; empty: this Belayer's. Among them the last command: a shell other than bash reads it piece by
+    piece, and what it has just forked has it open until it first runs."""
 
     state: bytes = b""
     last_run: int | None = 0
@@ -166,6 +169,8 @@ def populate_channel(directory: Path, contents: ChannelContents, *, owner: int) 
     for script in _SCRIPTS:
         text = contents.scripts.get(script) or resources.files(__package__).joinpath(script).read_text()
         _write(directory / script, text.encode(), owner, 0o644)
+    if (step := contents.scripts.get(_STEP)) is not None:
+        _write(directory / _STEP, step.encode(), owner, 0o644)
     for fifo in ("req", "ctl", *contents.late_fifos):
         os.mkfifo(directory / fifo)
         (directory / fifo).chmod(0o666)
@@ -206,7 +211,11 @@ class ShellChannel:
             last_run=self._last_run,
             last_pid=self.last_pid,
             late_fifos=tuple(sorted(fifo.name for fifo in self._dir.glob("out.*"))),
-            scripts={script: (self._dir / script).read_text() for script in _SCRIPTS},
+            scripts={
+                script: path.read_bytes().decode()
+                for script in (*_SCRIPTS, _STEP)
+                if (path := self._dir / script).exists()
+            },
         )
 
     def shell_state(self) -> bytes:
@@ -263,7 +272,7 @@ class ShellChannel:
         fifo.chmod(0o666)
         run.fd = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            _write(self._dir / "step", data + b"\n", self._owner, 0o644)
+            _write(self._dir / _STEP, data + b"\n", self._owner, 0o644)
             self._request(b"run %d" % self._n)
             self._follow(run, grace_s)
             self._drain(run)
