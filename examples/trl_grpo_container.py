@@ -53,7 +53,7 @@ CHECKS = (
     "[ -d ~/work ]",
     '[ "$PWD" = ~/work ]',
     '[ "$colour" = red ]',
-    '[ "$(cat ~/work/seal)" = red ]',
+    '[ "$(cd ~/work && cat seal)" = red ]',
     "kill -0 $!",
 )
 MAX_TURNS = 8

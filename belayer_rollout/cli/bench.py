@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,13 +54,14 @@ def failover(
     from rich.console import Console
 
     from belayer_bench.show import show_report
+    from belayer_bench.stdout import stdout_to_stderr
     from belayer_rollout.errors import RolloutError
 
     console = Console(stderr=True)
     try:
         with (
             console.status("starting") as status,
-            _stdout_to_stderr(),
+            stdout_to_stderr(),
             tempfile.TemporaryDirectory(prefix="belayer-") as scratch,
         ):
             report = asyncio.run(
@@ -78,20 +76,6 @@ def failover(
     checks = report.checks.values()
     if not all(check if isinstance(check, bool) else check["met"] for check in checks):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Engines log to what is their standard output; ours is for the report."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 async def _scripted(rounds: int, scratch: Path, say: Callable[[str], Any]) -> Report:

@@ -8,7 +8,7 @@ from typing import Any
 
 from belayer_integrations.actions import last_command
 from belayer_integrations.encoding import Encoder
-from belayer_integrations.errors import TrainerUnavailable
+from belayer_integrations.errors import openrlhf_unavailable
 from belayer_integrations.openrlhf.rollouts import Rollouts
 from belayer_integrations.openrlhf.shadow import ShadowOptions
 from belayer_integrations.openrlhf.shadow.install import engine_of, install
@@ -81,10 +81,7 @@ def agent_executor(
     try:
         from openrlhf.utils.agent import AgentExecutorBase
     except ImportError as error:
-        raise TrainerUnavailable(
-            f"{error.name or 'OpenRLHF'} cannot be imported ({error}): pip install openrlhf==0.11.2, or in a "
-            "clone of Belayer scripts/install-trainers"
-        ) from error
+        raise openrlhf_unavailable(error) from error
 
     options = {"runtime": runtime, "policy": policy, "standby": standby, "store": store}
 

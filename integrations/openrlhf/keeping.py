@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from belayer_integrations.errors import TrainerUnavailable
+from belayer_integrations.errors import openrlhf_unavailable
 
 __all__ = ["keep_actors_alive"]
 
@@ -22,10 +22,7 @@ def keep_actors_alive() -> None:
         import ray
         from openrlhf.trainer.ray import vllm_engine
     except ImportError as error:
-        raise TrainerUnavailable(
-            f"{error.name or 'OpenRLHF'} cannot be imported ({error}): pip install openrlhf==0.11.2, or in a "
-            "clone of Belayer scripts/install-trainers"
-        ) from error
+        raise openrlhf_unavailable(error) from error
     from belayer_integrations.openrlhf.kept_actor import KeptRolloutActor
 
     if vllm_engine.RolloutRayActor.__ray_metadata__.class_name != KeptRolloutActor.__name__:

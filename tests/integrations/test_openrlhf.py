@@ -68,7 +68,7 @@ def actor(cluster: None) -> Any:
     return new_actor()
 
 
-def new_actor() -> Any:
+def new_actor(agent: Path = AGENT) -> Any:
     """A rollout actor as `create_vllm_engines` makes it, on CPUs."""
     import ray
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
@@ -79,7 +79,7 @@ def new_actor() -> Any:
         model=str(ensure_model("tiny")),
         num_gpus=1,
         distributed_executor_backend="uni",
-        agent_func_path=str(AGENT),
+        agent_func_path=str(agent),
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,

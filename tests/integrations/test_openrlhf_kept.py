@@ -17,7 +17,7 @@ from belayer_integrations.openrlhf import ActorRestarted, StaleWeights, keep_act
 from belayer_env.sandbox.layers import open_layers
 from belayer_env.store import Store
 from tests.integrations.openrlhf_env import MAX_TURNS
-from tests.integrations.test_openrlhf import ask, cluster, container, row, tokenizer, wait_until
+from tests.integrations.test_openrlhf import ask, cluster, container, new_actor, row, tokenizer, wait_until
 
 __all__ = ["cluster", "tokenizer"]
 
@@ -66,27 +66,13 @@ def actor(cluster: None, store_dir: Path, tmp_path_factory: pytest.TempPathFacto
     import ray
     from openrlhf.trainer.ray import vllm_engine
 
-    from belayer_rollout.models import ensure_model
-
     agent = tmp_path_factory.mktemp("agent") / "agent.py"
     agent.write_text(AGENT.format(store=str(store_dir / STORE)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_engine, "RolloutRayActor", vllm_engine.RolloutRayActor)
         keep_actors_alive()
         keep_actors_alive()
-        made = vllm_engine.RolloutRayActor.options(num_cpus=0, num_gpus=0).remote(
-            model=str(ensure_model("tiny")),
-            num_gpus=1,
-            distributed_executor_backend="uni",
-            agent_func_path=str(agent),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=16,
-            kv_cache_memory_bytes=1 << 26,
-            worker_extension_cls="openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
-        )
-    ray.get(made.get_num_unfinished_requests.remote(), timeout=300)
+        made = new_actor(agent)
     yield made
     ray.kill(made)
 

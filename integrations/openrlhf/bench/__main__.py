@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +31,7 @@ def bench(
     from rich.console import Console
 
     from belayer_bench.machine import Machine
+    from belayer_bench.stdout import stdout_to_stderr
     from belayer_env import paths
     from belayer_env.host.store_mount import ensure_mounted
     from belayer_env.sandbox.layers import open_layers
@@ -47,7 +44,7 @@ def bench(
     console = Console(stderr=True)
     try:
         with (
-            _stdout_to_stderr(),
+            stdout_to_stderr(),
             console.status("starting") as status,
             Stage.open(directory, image or f"rootfs:{paths.test_image()}", samples) as stage,
         ):
@@ -93,20 +90,6 @@ def _fault(name: str) -> Fault:
         return FAULTS[name]
     except KeyError:
         raise typer.BadParameter(f"no such fault: {name!r}; known are {', '.join(FAULTS)}") from None
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Upstream and its engines write to what is their standard output; ours is for the report."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from belayer_integrations.openrlhf.bench.faults import strike
 from belayer_integrations.openrlhf.bench.task import (
     DIRECTORY,
     MAX_TURNS,
-    Counted,
+    CountsTokens,
     command,
     grade,
     note_step,
@@ -36,24 +36,8 @@ def drilled_executor(**options: Any) -> type[Any]:
         **options,
     )
 
-    class AgentExecutor(base):
+    class AgentExecutor(CountsTokens, base):
         """With its tokens counted."""
-
-        async def execute(
-            self,
-            prompt: str,
-            label: Any,
-            sampling_params: Any,
-            max_length: int,
-            hf_tokenizer: Any,
-            llm_engine: Any,
-            images: Any = None,
-        ) -> Any:
-            """See `agent_executor`."""
-            counted = Counted(llm_engine, label["run"])
-            return await super().execute(
-                prompt, label, sampling_params, max_length, hf_tokenizer, counted, images
-            )
 
     return AgentExecutor
 

@@ -13,7 +13,7 @@ from belayer_integrations.openrlhf.bench.faults import strike
 from belayer_integrations.openrlhf.bench.task import (
     DIRECTORY,
     MAX_TURNS,
-    Counted,
+    CountsTokens,
     command,
     grade,
     note_step,
@@ -75,24 +75,8 @@ class AgentInstance(AgentInstanceBase):
         return self.sandbox.run(action, timeout_s=FOR_EVER_S)
 
 
-class AgentExecutor(MultiTurnAgentExecutor):
+class AgentExecutor(CountsTokens, MultiTurnAgentExecutor):
     """Upstream's, with its tokens counted."""
 
     def __init__(self) -> None:
         super().__init__(AgentInstance)
-
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images: Any = None,
-    ) -> Any:
-        """See upstream."""
-        counted = Counted(llm_engine, label["run"])
-        return await super().execute(
-            prompt, label, sampling_params, max_length, hf_tokenizer, counted, images
-        )

@@ -16,7 +16,7 @@ __all__ = [
     "DIRECTORY",
     "IMAGE",
     "MAX_TURNS",
-    "Counted",
+    "CountsTokens",
     "command",
     "grade",
     "note_step",
@@ -69,7 +69,7 @@ def note_step(label: Mapping[str, Any]) -> None:
         file.write(f"{label['number']}\n")
 
 
-class Counted:
+class _Counted:
     """An engine (the actor) whose turns are counted, in a file that outlives it."""
 
     def __init__(self, engine: Any, run: str) -> None:
@@ -85,3 +85,23 @@ class Counted:
         with self._path.open("a") as file:
             file.write(f"{len(output.outputs[0].token_ids)}\n")
         return output
+
+
+class CountsTokens:
+    """Put before an `AgentExecutor`: each sample's turns are counted for its run."""
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> Any:
+        """See `agent_executor`."""
+        counted = _Counted(llm_engine, label["run"])
+        return await super().execute(  # type: ignore[misc]
+            prompt, label, sampling_params, max_length, hf_tokenizer, counted, images
+        )
